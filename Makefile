@@ -1,0 +1,49 @@
+# make setup    virtual environment in .venv with server and development packages; instant the second time
+# make demo     one prefill engine, one decode engine, a router, eight prompts; ARGS="--json out.json" is passed on
+# make test     all tests; ARGS="tests/cluster -k config" is passed on
+# make check    formatting, lint, types, import borders
+# make format   rewrites the tree in the house format
+# make proto    regenerates the gRPC stubs from twopass/proto/twopass.proto
+# make bench    scheduler and transfer figures as JSON
+#
+# torch: from PyPI, Linux gets the CUDA build (about 3 GB). The CPU build is smaller and enough for everything here: put its wheel in a
+# folder that `pip config get global.find-links` names, or set UV_FIND_LINKS to one, before `make setup`.
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.twopass-setup
+FIND_LINKS = $(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null)
+ARGS ?=
+
+.PHONY: setup demo test check format proto bench
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt $(addprefix --find-links ,$(FIND_LINKS)) --editable '.[server,dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/twopass demo $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+proto: setup
+	$(BIN)/python -m twopass.proto.generate
+
+bench: setup
+	$(BIN)/python -m bench.scheduler --json
+	$(BIN)/python -m bench.transfer --json

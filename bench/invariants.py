@@ -1,0 +1,136 @@
+"""The invariants of the design, asked of a running simulation after every event."""
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from engine.runners.arithmetic import expected_tokens
+from prefill_pool.service import PrefillService
+from protocol.block_hash import chain_hashes, root_hash
+
+if TYPE_CHECKING:
+    from bench.simulator import Replica, Simulation
+
+
+class Violation(Exception):
+    """An invariant does not hold. Carries the seed, so that the run can be had again."""
+
+    def __init__(self, simulation: "Simulation", text: str) -> None:
+        super().__init__(f"seed {simulation.seed}, {simulation.clock.now:.4f} s: {text}")
+        self.seed = simulation.seed
+
+
+class Invariants:
+    """I1, I2, I3, I5, I7, I8, I13 over one simulation."""
+
+    def __init__(self, simulation: "Simulation") -> None:
+        self._simulation = simulation
+        self._contents = self._expected_contents()
+        self._num_seen: dict[str, int] = {}
+
+    def check(self) -> None:
+        """After one event."""
+        self._check_leases()
+        self._check_pulls()
+        self._check_in_flight()
+        for replica in self._simulation.replicas.values():
+            if replica.executing is None:
+                self._check_visible(replica)
+        self._check_answers()
+
+    def check_end(self) -> None:
+        """Everything is quiet: back to the baseline (I2), one terminal event each (I13), the right tokens (I7)."""
+        simulation = self._simulation
+        for replica in simulation.replicas.values():
+            replica.service.check_idle()
+        if any(replica.in_flight for replica in simulation.router.replicas()) or simulation.router.num_open:
+            self._fail("I5: in-flight counters or open requests are left")
+        for client in simulation.clients.values():
+            name = client.request.request_id
+            if client.ended is None and client.refused is None:
+                self._fail(f"I13: {name} has no terminal event")
+            if client.ended is not None and client.ended.error is None and client.received != client.expected:
+                self._fail(f"I7: {name} finished with {client.received}, expected {client.expected}")
+        if simulation.num_faults == 0:
+            self._check_no_timer_fired()
+
+    def _fail(self, text: str) -> None:
+        raise Violation(self._simulation, text)
+
+    def _check_leases(self) -> None:
+        """I1, source: while a lease's word is set, none of its blocks can be allocated."""
+        for replica in self._simulation.replicas.values():
+            service = replica.service
+            if not isinstance(service, PrefillService):
+                continue
+            assert replica.words is not None
+            for lease in service.leases():
+                if replica.words[lease.slot] != lease.lease_id:
+                    self._fail(f"I1: the word of live lease {lease.lease_id:#x} is {int(replica.words[lease.slot]):#x}")
+                if not replica.scheduler.blocks.all_owned(lease.block_ids):
+                    self._fail(f"I1: a block of live lease {lease.lease_id:#x} is allocatable")
+
+    def _check_pulls(self) -> None:
+        """I1, destination: what a transfer writes into is owned. Source: free under a read only after the word was cleared."""
+        by_cache = {id(r.cache): r for r in self._simulation.replicas.values()}
+        for pull in self._simulation.network.pulls:
+            replica = by_cache.get(id(pull.destination.base))
+            if replica is not None and not replica.scheduler.blocks.all_owned(pull.destination_blocks):
+                self._fail(f"I1: a pull writes into free blocks of {replica.address.replica_id}")
+
+    def _check_in_flight(self) -> None:
+        """I5: the router's counters are what its open requests say."""
+        router = self._simulation.router
+        counted: Counter[object] = Counter()
+        for entry in router.active():
+            counted[entry.decode] += 1
+            if entry.prefill is not None and not entry.decode_seen:
+                counted[entry.prefill] += 1
+        for replica in router.replicas():
+            if replica.in_flight != counted[replica.address]:
+                self._fail(f"I5: {replica.address.replica_id} counts {replica.in_flight} in flight, {counted[replica.address]} are")
+
+    def _check_visible(self, replica: "Replica") -> None:
+        """I8: what a prefix cache shows holds exactly the KV of the tokens its hash stands for."""
+        visible = replica.scheduler.blocks.visible()
+        if not visible:
+            return
+        blocks = np.fromiter(visible.values(), np.int64, len(visible))
+        try:
+            expected = np.stack([self._contents[name] for name in visible])
+        except KeyError:
+            self._fail(f"I8: {replica.address.replica_id} shows a hash of tokens nobody could have computed")
+        wrong = (replica.cache[blocks] != expected).any(axis=1)
+        if wrong.any():
+            self._fail(f"I8: {replica.address.replica_id} shows blocks {blocks[wrong].tolist()} with other KV than their hash says")
+
+    def _check_answers(self) -> None:
+        """I3, I7, I13: what was delivered is the beginning of the right answer, no token repeated, skipped or invented."""
+        for name, client in self._simulation.clients.items():
+            seen = self._num_seen.get(name, 0)
+            if len(client.received) != seen:
+                if client.received != client.expected[: len(client.received)]:
+                    self._fail(f"I3/I7/I13: {name} received {client.received}, expected {client.expected}")
+                self._num_seen[name] = len(client.received)
+
+    def _check_no_timer_fired(self) -> None:
+        for replica in self._simulation.replicas.values():
+            fired = replica.service.counters["timers_fired"]
+            if fired:
+                self._fail(f"{fired:g} timers fired at {replica.address.replica_id} in a run without faults")
+
+    def _expected_contents(self) -> dict[bytes, np.ndarray]:
+        """KV of every full block that any request's tokens can fill, by hash: int64 [block_size]."""
+        size = self._simulation.engine_config.block_size
+        contents: dict[bytes, np.ndarray] = {}
+        for client in self._simulation.clients.values():
+            prompt = client.request.prompt_token_ids
+            answer = expected_tokens(prompt.tolist(), client.request.max_tokens or 0)
+            tokens = np.concatenate([prompt, np.array(answer, np.int32)])
+            kv = (tokens.astype(np.int64) + 1) * np.arange(1, len(tokens) + 1)
+            from bench.simulator import LAYOUT
+
+            for index, name in enumerate(chain_hashes(root_hash(LAYOUT, client.request.cache_salt), tokens, size)):
+                contents[name] = kv[index * size : (index + 1) * size]
+        return contents

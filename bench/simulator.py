@@ -1,0 +1,458 @@
+"""The event-heap driver: the real router, services, schedulers and block managers under a virtual clock, with faults from a seed.
+
+    python -m bench.simulator --first-seed 1 --seeds 500
+
+Only three things are models here: the wire (delays, so that messages overtake each other, and duplicates), the transfer (blocks
+move one by one, may fail, may end after their lease died) and the runner (the arithmetic one, whose step takes a drawn time).
+Same seed, same run. bench/invariants.py is asked after every event.
+"""
+
+import argparse
+import heapq
+import itertools
+import random
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from bench.invariants import Invariants, Violation
+from decode_pool.service import DecodeService
+from engine.config import EngineConfig
+from engine.runner import Batch
+from engine.runners.arithmetic import ArithmeticRunner, expected_tokens
+from engine.scheduler import Scheduler
+from kv_transfer.config import TransferConfig
+from kv_transfer.lease import LeaseTable
+from kv_transfer.local import LocalNetwork, LocalPull, LocalTransport
+from prefill_pool.service import PrefillService
+from protocol.clock import VirtualClock
+from protocol.delivery import Incoming, Outgoing
+from protocol.errors import ProtocolError, RequestError
+from protocol.messages import ROUTER_ID, Address, Envelope, Hello, Message, SamplingParams
+from protocol.router_link import LinkConfig
+from router.admission import ClientRequest
+from router.config import RouterConfig
+from router.router import Ended, Router, Tokens
+
+TICK_S = 0.1
+HORIZON_S = 400.0
+"""Virtual seconds after which a run that is not quiet counts as stuck."""
+LAYOUT = b"simulated-layout"
+TRANSFER = TransferConfig(lease_s=3.0, revoke_s=1.0, pull_timeout_s=2.0)
+LINK = LinkConfig(status_interval_s=1.0, router_timeout_s=10.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Faults:
+    """Probabilities: per request, per message, per pull, per engine turn."""
+
+    cancel: float = 0.0
+    deadline: float = 0.0
+    duplicate: float = 0.0
+    pull_failure: float = 0.0
+    early_timer: float = 0.0
+    """A timer of an engine fires now, whatever its time."""
+    step_failure: float = 0.0
+    kills: int = 0
+    """Most engines killed and restarted in one run."""
+
+
+NO_FAULTS = Faults()
+ALL_FAULTS = Faults(cancel=0.15, deadline=0.05, duplicate=0.05, pull_failure=0.05, early_timer=0.02, step_failure=0.005, kills=2)
+
+
+@dataclass(slots=True)
+class Client:
+    """One request of the workload and what its client has seen of it."""
+
+    request: ClientRequest
+    expected: list[int]
+    cancel_at: float | None
+    received: list[int] = field(default_factory=list)
+    ended: Ended | None = None
+    refused: RequestError | None = None
+
+
+@dataclass(slots=True)
+class Replica:
+    """One engine in one epoch, with the shell's job done by the event heap."""
+
+    address: Address
+    service: PrefillService | DecodeService
+    scheduler: Scheduler
+    runner: ArithmeticRunner
+    incoming: Incoming
+    outgoing: Outgoing
+    cache: np.ndarray
+    words: np.ndarray | None
+    executing: Batch | None = None
+    alive: bool = True
+
+
+class Simulation:
+    """One run. `events` counts what was executed; `log` keeps readable lines if `logged`."""
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        num_prefill: int = 1,
+        num_decode: int = 1,
+        num_requests: int = 20,
+        faults: Faults = ALL_FAULTS,
+        checked: bool = True,
+        logged: bool = False,
+    ) -> None:
+        self.seed, self.faults = seed, faults
+        self.random = random.Random(seed)
+        self.clock = VirtualClock()
+        self.network = LocalNetwork()
+        self.num_events = self.num_faults = 0
+        self.log: list[str] = []
+        self._logged = logged
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._epochs = itertools.count(2)
+        self._started_pulls: set[int] = set()
+        self._kills_left = faults.kills
+        self.engine_config = self._draw_config()
+        router_address = Address(ROUTER_ID, 1)
+        self.router = Router(RouterConfig(max_attempts=10), address=router_address, clock=self.clock, seed=seed)
+        self._router_in = Incoming(router_address, self.clock)
+        self._router_out = Outgoing(router_address)
+        self.replicas: dict[str, Replica] = {}
+        self.clients = {client.request.request_id: client for client in self._draw_clients(num_requests)}
+        self.invariants = Invariants(self) if checked else None
+        for name, count in (("prefill", num_prefill), ("decode", num_decode)):
+            for index in range(count):
+                self._start_replica(f"{name}-{index}")
+        self._router_tick()
+        for client in self.clients.values():
+            self._at(self.random.uniform(0.5, 1.2), lambda client=client: self._submit(client))
+
+    # ---- what is drawn
+
+    def _draw_config(self) -> EngineConfig:
+        pick = self.random.choice
+        return EngineConfig(
+            max_num_batched_tokens=pick([6, 16, 40, 256]),
+            max_num_seqs=pick([2, 4, 16]),
+            max_model_len=96,
+            block_size=4,
+            num_blocks=pick([26, 32, 60]),
+            enable_prefix_caching=pick([True, True, False]),
+            long_prefill_token_threshold=pick([0, 0, 5]),
+        )
+
+    def _draw_clients(self, count: int) -> list[Client]:
+        """Prompts share prefixes of a few families, so that caches hit in both pools."""
+        draw = self.random
+        families = [[draw.randrange(32000) for _ in range(48)] for _ in range(3)]
+        clients = []
+        for index in range(count):
+            shared = draw.choice(families)[: draw.choice([0, 4, 8, 16, 30])]
+            prompt = shared + [draw.randrange(32000) for _ in range(draw.choice([1, 3, 4, 9, 20]))]
+            num_tokens = draw.choice([1, 2, 5, 12, 24])
+            answer = expected_tokens(prompt, num_tokens)
+            stop: tuple[int, ...] = (draw.choice(answer),) if draw.random() < 0.2 else ()
+            request = ClientRequest(
+                request_id=f"r{index}",
+                prompt_token_ids=np.array(prompt, np.int32),
+                max_tokens=num_tokens,
+                sampling=SamplingParams(stop_token_ids=stop),
+                deadline_s=draw.uniform(0.02, 1.0) if draw.random() < self.faults.deadline else None,
+                cache_salt=draw.choice(["", "", "tenant"]),
+            )
+            if stop:
+                answer = answer[: answer.index(stop[0]) + 1]
+            cancel_at = draw.uniform(0.0, 0.5) if draw.random() < self.faults.cancel else None
+            clients.append(Client(request, answer, cancel_at))
+        return clients
+
+    # ---- the heap
+
+    def run(self) -> None:
+        """Until everything is quiet. Raises Violation."""
+        while self._heap and not (self._all_ended() and self._quiet()):
+            at, _, action = heapq.heappop(self._heap)
+            if at > HORIZON_S:
+                raise Violation(self, f"not quiet after {HORIZON_S} virtual seconds: {self._what_is_left()}")
+            self.clock.advance_to(at)
+            self.num_events += 1
+            try:
+                action()
+            except ProtocolError as error:
+                raise Violation(self, str(error)) from error
+            if self.invariants is not None:
+                self.invariants.check()
+        if self.invariants is not None:
+            self.invariants.check_end()
+
+    def note(self, text: str) -> None:
+        if self._logged:
+            self.log.append(f"{self.clock.now:9.4f}  {text}")
+
+    def _at(self, delay: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._heap, (self.clock.now + delay, next(self._order), action))
+
+    def _chance(self, probability: float) -> bool:
+        if probability and self.random.random() < probability:
+            self.num_faults += 1
+            return True
+        return False
+
+    def _all_ended(self) -> bool:
+        return all(client.ended or client.refused for client in self.clients.values())
+
+    def _quiet(self) -> bool:
+        return all(r.service.idle and r.executing is None for r in self.replicas.values()) and not self.network.pulls
+
+    def _what_is_left(self) -> str:
+        left = [c.request.request_id for c in self.clients.values() if not (c.ended or c.refused)]
+        busy = [r.address.replica_id for r in self.replicas.values() if not r.service.idle]
+        return f"requests {left}, engines {busy}, {len(self.network.pulls)} pulls"
+
+    # ---- clients and router
+
+    def _submit(self, client: Client) -> None:
+        try:
+            self.router.submit(client.request)
+        except RequestError as error:
+            client.refused = error
+        else:
+            if client.cancel_at is not None:
+                self._at(client.cancel_at, lambda: self._cancel(client))
+        self._flush_router()
+
+    def _cancel(self, client: Client) -> None:
+        if client.ended is None:
+            self.num_faults += 1
+            self.note(f"cancel {client.request.request_id}")
+        self.router.cancel(client.request.request_id)
+        self._flush_router()
+
+    def _router_tick(self) -> None:
+        self.router.tick()
+        for lost in self._router_in.lost():
+            self.router.declare_lost(lost)
+        self._flush_router()
+        self._at(TICK_S, self._router_tick)
+
+    def _flush_router(self) -> None:
+        self._send_all(self._router_out, self.router.outbox)
+        for event in self.router.events:
+            client = self.clients[event.request_id]
+            if client.ended is not None:
+                raise Violation(self, f"I13: {event} after the terminal event of {event.request_id}")
+            if isinstance(event, Tokens):
+                client.received.extend(event.token_ids.tolist())
+            else:
+                client.ended = event
+                self.note(f"ended {event.request_id}: {event.finish_reason or event.error}")
+        self.router.events.clear()
+
+    # ---- the wire
+
+    def _send_all(self, outgoing: Outgoing, outbox: list[tuple[Address, Message]]) -> None:
+        for receiver, message in outbox:
+            envelope = outgoing.envelope(receiver, message)
+            for _ in range(2 if self._chance(self.faults.duplicate) else 1):
+                delay = self.random.uniform(0.0005, 0.002) if self.random.random() < 0.9 else self.random.uniform(0.002, 0.3)
+                self._at(delay, lambda envelope=envelope: self._arrive(envelope))
+        outbox.clear()
+
+    def _arrive(self, envelope: Envelope) -> None:
+        name = envelope.receiver.replica_id
+        if name == ROUTER_ID:
+            for ready in self._router_in.accept(envelope):
+                self.note(f"{_text(ready)}")
+                self.router.handle(ready)
+            self._flush_router()
+            return
+        replica = self.replicas.get(name)
+        if replica is None:
+            return
+        for ready in replica.incoming.accept(envelope):
+            self.note(f"{_text(ready)}")
+            replica.service.handle(ready)
+        self._turn(replica)
+
+    # ---- engines
+
+    def _start_replica(self, name: str) -> None:
+        address = Address(name, next(self._epochs))
+        config = self.engine_config
+        is_prefill = name.startswith("prefill")
+        cache = np.zeros((config.num_blocks, config.block_size), np.int64)
+        blocks = cache.view(np.uint8)
+        words = np.zeros(config.num_blocks, np.uint64) if is_prefill else None
+        endpoint = f"{name}@{address.epoch}".encode()
+        hello = Hello(
+            role="prefill" if is_prefill else "decode",
+            layout_fingerprint=LAYOUT,
+            block_size=config.block_size,
+            num_blocks=config.num_blocks,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len,
+            endpoint=endpoint,
+        )
+        scheduler = Scheduler(
+            replace(config, prompt_reservation="hold") if is_prefill else config, num_blocks=config.num_blocks, fingerprint=LAYOUT, eos_token_ids=()
+        )
+        service: PrefillService | DecodeService
+        if words is not None:
+            self.network.export(endpoint, blocks, words)
+            service = PrefillService(
+                address=address, scheduler=scheduler, leases=LeaseTable(words, address.epoch), config=TRANSFER, link=LINK, hello=hello, clock=self.clock
+            )
+        else:
+            transport = LocalTransport(self.network, blocks)
+            service = DecodeService(
+                address=address, scheduler=scheduler, transport=transport, config=TRANSFER, link=LINK, hello=hello, block_bytes=32, clock=self.clock
+            )
+        replica = Replica(
+            address, service, scheduler, ArithmeticRunner(cache), Incoming(address, self.clock), Outgoing(address), cache, words
+        )
+        self.replicas[name] = replica
+        self.note(f"start {name} epoch {address.epoch}")
+        self.router.replica_started(address)
+        self._flush_router()
+        self._engine_tick(replica)
+
+    def _engine_tick(self, replica: Replica) -> None:
+        if not replica.alive:
+            return
+        if self._kills_left and self.clock.now > 0.5 and self._chance(0.01):
+            self._kills_left -= 1
+            self._kill(replica)
+            return
+        for lost in replica.incoming.lost():
+            if lost.replica_id == ROUTER_ID:
+                replica.service.router_gone()
+        self._turn(replica)
+        self._at(TICK_S, lambda: self._engine_tick(replica))
+
+    def _turn(self, replica: Replica) -> None:
+        """What a loop does when it wakes: tick, schedule, send."""
+        if not replica.alive:
+            return
+        service = replica.service
+        if len(service.timers) and self._chance(self.faults.early_timer):
+            name = self.random.choice(service.timers.names())
+            self.note(f"{replica.address.replica_id}: timer {name[0]} of {name[1].request_id} fires early")
+            service.timers.set(name, self.clock.now)
+        service.tick()
+        if replica.executing is None:
+            batch = service.schedule()
+            if batch is not None:
+                replica.executing = batch
+                self.note(f"{replica.address.replica_id}: step {batch.tray()}")
+                self._at(0.002 + 0.0005 * batch.num_tokens * self.random.random(), lambda: self._step_end(replica))
+        self._send_all(replica.outgoing, service.outbox)
+        self._move_new_pulls()
+
+    def _step_end(self, replica: Replica) -> None:
+        """Executed as late as the scheduler must bear: the writes land at the end of the step."""
+        batch = replica.executing
+        if not replica.alive or batch is None:
+            return
+        replica.executing = None
+        if self._chance(self.faults.step_failure):
+            self.note(f"{replica.address.replica_id}: step fails")
+            replica.service.step_failed("simulated")
+        else:
+            replica.service.commit(replica.runner.execute(batch))
+        self._turn(replica)
+
+    def _kill(self, replica: Replica) -> None:
+        """The process is gone at once; the router hears of it, a successor starts, and reuses the memory, words cleared first."""
+        replica.alive = False
+        name = replica.address.replica_id
+        self.note(f"kill {name} epoch {replica.address.epoch}")
+        del self.replicas[name]
+        if replica.words is not None:
+            self.network.remove(f"{name}@{replica.address.epoch}".encode())
+        for pull in list(self.network.pulls):
+            if pull.destination.base is replica.cache:
+                pull.fail("the puller is dead")
+
+        def restart() -> None:
+            if replica.words is not None:
+                replica.words[:] = 0
+            replica.cache[:] = -1
+            self._start_replica(name)
+
+        def noticed() -> None:
+            self.router.replica_down(replica.address)
+            self._flush_router()
+
+        self._at(self.random.uniform(0.01, 1.0), noticed)
+        self._at(self.random.uniform(0.05, 3.0), restart)
+
+    # ---- transfers
+
+    def _move_new_pulls(self) -> None:
+        for pull in self.network.pulls:
+            if id(pull) not in self._started_pulls:
+                self._started_pulls.add(id(pull))
+                self._at(self.random.uniform(0.0002, 0.004), lambda pull=pull: self._move(pull))
+
+    def _move(self, pull: LocalPull) -> None:
+        """One block. Now and then the link is so slow that leases and deadlines pass."""
+        if self._chance(self.faults.pull_failure / max(1, pull.num_blocks)):
+            pull.fail("cut")
+        else:
+            pull.advance(1)
+        if not pull.done:
+            slow = self.faults.pull_failure and self.random.random() < 0.03
+            self._at(self.random.uniform(0.1, 3.0) if slow else self.random.uniform(0.0002, 0.004), lambda: self._move(pull))
+            return
+        self._started_pulls.discard(id(pull))
+        for replica in list(self.replicas.values()):
+            if isinstance(replica.service, DecodeService):
+                self._turn(replica)
+
+
+def _text(envelope: Envelope) -> str:
+    message = envelope.message
+    key = getattr(message, "key", None)
+    what = f"{key.request_id}#{key.attempt}" if key is not None else ""
+    return f"{envelope.sender.replica_id} -> {envelope.receiver.replica_id}: {type(message).__name__} {what}"
+
+
+def run_seeds(first_seed: int, num_seeds: int) -> dict[str, int]:
+    """One run per seed, sizes drawn from it. Raises Violation at the first that breaks an invariant."""
+    totals = dict.fromkeys(("seeds", "requests", "faults", "events"), 0)
+    for seed in range(first_seed, first_seed + num_seeds):
+        draw = random.Random(seed)
+        pools = draw.choice([(1, 1), (1, 1), (2, 2), (1, 3), (0, 2), (2, 1)])
+        faults = NO_FAULTS if draw.random() < 0.2 else ALL_FAULTS
+        simulation = Simulation(seed, num_prefill=pools[0], num_decode=pools[1], num_requests=draw.randint(20, 30), faults=faults)
+        simulation.run()
+        totals["seeds"] += 1
+        totals["requests"] += len(simulation.clients)
+        totals["faults"] += simulation.num_faults
+        totals["events"] += simulation.num_events
+    return totals
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Run seeded fault schedules; exit 1 at the first violation.")
+    parser.add_argument("--first-seed", type=int, default=1)
+    parser.add_argument("--seeds", type=int, default=100)
+    arguments = parser.parse_args()
+    started = time.perf_counter()
+    try:
+        totals = run_seeds(arguments.first_seed, arguments.seeds)
+    except Violation as violation:
+        print(violation)
+        sys.exit(1)
+    text = ", ".join(f"{count} {name}" for name, count in totals.items())
+    print(f"{text}, no violation, {time.perf_counter() - started:.1f} s")
+
+
+if __name__ == "__main__":
+    main()

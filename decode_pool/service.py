@@ -1,0 +1,529 @@
+"""A decode engine's life of a request: D's table of the handoff protocol, row by row (states in kv_transfer/state.py).
+
+ 1. `GenerateRequest`, role decode: waits without blocks for an offer                    WAITING
+    (a handoff that comes first is kept, without blocks)                                 EARLY
+ 2. offered, and its turn in the scheduler's line: the whole destination is reserved     RESERVED
+ 3. pulls what it lacks; after each pull reads the lease word, then the blocks count     RESERVED
+ 4. final and all there: `KVRelease(consumed)`, joins the batch                          RUNNING
+ 5. one row of `StepTokens` per step; the first repeats the prefill engine's token       RUNNING
+ 6. ended while a pull still writes: the destination stays ours until that is terminal   DRAINING
+    Role alone skips 2 to 4: the same scheduler computes the prompt here.
+
+Safety is one order, kept in `_on_pulled`: bytes complete, barrier, then read the word. Only then may blocks enter the prefix cache.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+from engine.runner import Batch, StepOutput
+from engine.scheduler import Scheduler
+from engine.sequence import Request
+from kv_transfer.config import TransferConfig
+from kv_transfer.state import DECODE_TABLE, DecodeEvent, DecodeState, advance
+from kv_transfer.transport import Peer, Pending, Transport
+from protocol.clock import Clock
+from protocol.errors import InvalidRequest, ProtocolError, TransferError
+from protocol.messages import (
+    AbortRequest,
+    Address,
+    Drain,
+    EndKind,
+    Envelope,
+    GenerateRequest,
+    Hello,
+    KVHandoff,
+    KVRelease,
+    KVRenew,
+    KVRevoke,
+    Message,
+    PeerUp,
+    ReplicaStatus,
+    RequestKey,
+    RouterStatus,
+)
+from protocol.router_link import LinkConfig, RouterLink, Rows
+from protocol.timeline import Timeline
+from protocol.timers import Timers
+
+_LAST_TRAYS = 8
+
+
+@dataclass(slots=True)
+class Decode:
+    """One attempt on this engine. Reserved blocks are the scheduler's sequence's; it is aborted only when no pull writes into them."""
+
+    key: RequestKey
+    timeline: Timeline
+    state: DecodeState = DecodeState.GONE
+    request: GenerateRequest | None = None
+    handoff: KVHandoff | None = None
+    source: Address | None = None
+    """The prefill replica the handoff came from."""
+    block_ids: list[int] | None = None
+    """The destination, once reserved."""
+    num_verified_tokens: int = 0
+    """Tokens of the prompt whose KV lies here, checked: own prefix hits, then pulls."""
+    num_cached_tokens: int = 0
+    pull: Pending | None = None
+    pull_until: int = 0
+    """`num_verified_tokens` once the running pull is verified."""
+    pull_started_at: float = 0.0
+    num_bytes: int = 0
+    pull_seconds: float = 0.0
+
+
+class DecodeService:
+    """Decides; executes nothing. A shell or the simulator drives it: handle, tick, schedule, commit, and an outbox."""
+
+    def __init__(
+        self,
+        *,
+        address: Address,
+        scheduler: Scheduler,
+        transport: Transport,
+        config: TransferConfig,
+        link: LinkConfig,
+        hello: Hello,
+        block_bytes: int,
+        clock: Clock,
+    ) -> None:
+        self.address = address
+        self.outbox: list[tuple[Address, Message]] = []
+        self._scheduler = scheduler
+        self._transport = transport
+        self._config = config
+        self._hello = hello
+        self._block_bytes = block_bytes
+        self._clock = clock
+        self._link = RouterLink(link, clock, self.outbox)
+        self._entries: dict[RequestKey, Decode] = {}
+        self._pulling: dict[RequestKey, Decode] = {}
+        self._num_early = 0
+        self._peers: dict[Address, Peer] = {}
+        self._retired: list[tuple[Address, Peer]] = []
+        """Mappings of replaced prefill replicas, closed when no pull uses them."""
+        self.timers: Timers[tuple[str, RequestKey]] = Timers()
+        self._drain_at: float | None = None
+        self._num_arrivals = 0
+        self._trays: deque[Batch] = deque(maxlen=_LAST_TRAYS)
+        self.counters: dict[str, float] = dict.fromkeys(
+            (
+                *("requests", "prompt_tokens", "cached_tokens", "generated_tokens", "steps", "step_seconds", "preemptions"),
+                *("pulls", "pull_failures", "leases_lost", "pulled_bytes", "pull_seconds", "timers_fired", "ignored"),
+            ),
+            0,
+        )
+        self._handlers: dict[type, Callable[[Envelope], None]] = {
+            GenerateRequest: self._on_generate,
+            AbortRequest: self._on_abort,
+            KVHandoff: self._on_handoff,
+            KVRevoke: self._on_revoke,
+            PeerUp: self._on_peer_up,
+            RouterStatus: lambda envelope: None,
+            Drain: self._on_drain,
+        }
+
+    # ---- the verbs of a service
+
+    def handle(self, envelope: Envelope) -> None:
+        """One message, in its sender's order. Stale epochs are dropped here; a stale handoff is refused, so that its lease ends soon."""
+        message = envelope.message
+        if envelope.sender.replica_id == self._link.address.replica_id:
+            if envelope.sender.epoch < self._link.epoch:
+                self.counters["ignored"] += 1
+                return
+            self._meet_router(envelope.sender.epoch)
+            self._link.heard()
+        if isinstance(message, KVHandoff) and message.key not in self._entries:
+            if envelope.receiver != self.address or message.key.router_epoch < self._link.epoch:
+                self._refuse(envelope.sender, message.key, message.lease_id, "stale epoch")
+                return
+            self._meet_router(message.key.router_epoch)
+        if envelope.receiver != self.address:
+            self.counters["ignored"] += 1
+            return
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            raise ProtocolError(f"{type(message).__name__} is no message for a decode engine")
+        handler(envelope)
+        self._link.flush()
+
+    def tick(self) -> None:
+        """Ended pulls, timers, the router's silence, the drain deadline, the status."""
+        now = self._clock()
+        if self._pulling:
+            self._poll_pulls()
+        renewals: dict[Address, list[tuple[RequestKey, int]]] = {}
+        for kind, key in self.timers.due(now):
+            entry = self._entries.get(key)
+            if entry is None or entry.state is DecodeState.DRAINING:
+                continue  # ended by a timer that was due in the same tick
+            self.counters["timers_fired"] += kind != "renew"
+            if kind == "renew" and entry.source is not None and entry.handoff is not None:
+                renewals.setdefault(entry.source, []).append((key, entry.handoff.lease_id))
+                self.timers.set(("renew", key), now + self._config.lease_s / 3)
+            elif kind == "pull" and entry.pull is not None:
+                entry.pull.cancel()
+            elif kind == "early":
+                self._forget(entry, DecodeEvent.EARLY_TIMER)
+            elif kind == "deadline":
+                self._leave(entry, DecodeEvent.DEADLINE, "aborted", "deadline")
+        self.outbox.extend((peer, KVRenew(leases=tuple(leases))) for peer, leases in renewals.items())
+        if self._link.silent():
+            self._router_gone()
+        if self._drain_at is not None and now >= self._drain_at:
+            self._end_all(DecodeEvent.DRAIN_DEADLINE, "returned", "drained")
+        self._link.flush()
+        seq = self._link.status_due()
+        if seq is not None:
+            self._link.send_status(self._status(seq))
+            if self.idle:
+                self.check_idle()
+
+    def schedule(self) -> Batch | None:
+        batch = self._scheduler.schedule()
+        events = self._scheduler.take_events()
+        for key, num_cached in events.admitted:
+            entry = self._entries[key]
+            if entry.state is DecodeState.RUNNING:  # its KV came from elsewhere
+                entry.timeline.enter("first_step")
+                continue
+            self._move(entry, DecodeEvent.ADMITTED, DecodeState.RUNNING)
+            entry.num_cached_tokens = num_cached
+            entry.timeline.enter("prefill")
+            self.counters["cached_tokens"] += num_cached
+        for reserved in events.reserved:
+            entry = self._entries[reserved.key]
+            self._move(entry, DecodeEvent.RESERVED, DecodeState.RESERVED)
+            entry.block_ids = reserved.block_ids
+            entry.num_verified_tokens = entry.num_cached_tokens = reserved.num_cached_tokens
+            self.counters["cached_tokens"] += reserved.num_cached_tokens
+            if entry.handoff is not None and entry.handoff.final:
+                entry.timeline.enter("transfer")
+            self._pull_more(entry)
+        self.counters["preemptions"] += len(events.preempted)
+        for key, finish_reason in events.ended:
+            entry = self._entries[key]
+            self._link.end(key, self._slot(entry), "finished", finish_reason=finish_reason)
+            self._close_timeline(entry)
+            self._forget(entry, DecodeEvent.FINISHED)
+        self._link.flush()
+        if batch is not None:
+            self._trays.append(batch)
+        return batch
+
+    def commit(self, output: StepOutput) -> None:
+        """A step was executed: its tokens and ends go to the router in one message."""
+        committed = self._scheduler.commit(output)
+        counters = self.counters
+        counters["steps"] += 1
+        counters["step_seconds"] += output.seconds
+        counters["generated_tokens"] += len(committed.token_ids)
+        for key in committed.first:
+            self._entries[key].timeline.enter("decode")
+        for finished in committed.finished:
+            entry = self._entries[finished.key]
+            self._link.end(finished.key, finished.slot, "finished", finish_reason=finished.finish_reason)
+            self._close_timeline(entry)
+            self._forget(entry, DecodeEvent.FINISHED)
+        rows = Rows(
+            slots=committed.slots,
+            attempts=committed.attempts,
+            offsets=committed.offsets,
+            counts=committed.counts,
+            token_ids=committed.token_ids,
+        )
+        self._link.flush(rows)
+
+    def step_failed(self, error: str) -> None:
+        """The runner could not execute the oldest step in flight: its requests fail, all others stay."""
+        for key in self._scheduler.fail_step():
+            self._leave(self._entries[key], DecodeEvent.STEP_FAILED, "failed", error)
+        self._link.flush()
+
+    def router_gone(self) -> None:
+        """The shell found a lasting gap in the router's messages."""
+        self._router_gone()
+
+    # ---- what shells and tests may ask
+
+    @property
+    def idle(self) -> bool:
+        """Nothing live: no request, no early handoff, no pull."""
+        return not self._entries and self._scheduler.idle
+
+    @property
+    def drained(self) -> bool:
+        return self._drain_at is not None and self.idle
+
+    def check_idle(self) -> None:
+        """Raises ProtocolError unless every block is free and no timer is left (I2)."""
+        self._scheduler.check_idle()
+        if self._pulling or self._num_early:
+            raise ProtocolError(f"an idle decode engine counts {len(self._pulling)} pulls and {self._num_early} early handoffs")
+
+    # ---- messages
+
+    def _on_generate(self, envelope: Envelope) -> None:
+        message = cast(GenerateRequest, envelope.message)
+        entry = self._entries.get(message.key)
+        if entry is not None and entry.request is not None:
+            raise ProtocolError(f"{message.key} was dispatched twice")
+        if entry is None:
+            entry = self._entries[message.key] = Decode(message.key, Timeline(self._clock, "prefill_wait"))
+        else:
+            self._num_early -= 1
+            self.timers.cancel(("early", message.key))
+        alone = message.role == "alone"
+        if alone:
+            entry.timeline = Timeline(self._clock, "prefill_queue")
+        entry.request = message
+        self._move(entry, DecodeEvent.REQUEST, DecodeState.WAITING)
+        self.counters["requests"] += 1
+        if self._drain_at is not None:
+            self._leave(entry, DecodeEvent.CANNOT_SERVE, "failed", "draining")
+            return
+        self._num_arrivals += 1
+        try:
+            self._scheduler.add(Request.from_message(message, kv="local" if alone else "remote", arrival=self._num_arrivals))
+        except InvalidRequest as error:
+            self._leave(entry, DecodeEvent.CANNOT_SERVE, "failed", str(error))
+            return
+        if message.deadline_s is not None:
+            self.timers.set(("deadline", message.key), self._clock() + message.deadline_s)
+        if entry.handoff is not None:
+            self._accept_handoff(entry, entry.handoff)
+
+    def _on_abort(self, envelope: Envelope) -> None:
+        entry = self._entries.get(cast(AbortRequest, envelope.message).key)
+        if entry is None or entry.request is None or entry.state is DecodeState.DRAINING:
+            self.counters["ignored"] += 1
+            return
+        self._leave(entry, DecodeEvent.ABORT, None)
+
+    def _on_handoff(self, envelope: Envelope) -> None:
+        handoff = cast(KVHandoff, envelope.message)
+        entry = self._entries.get(handoff.key)
+        if entry is None:
+            if self._num_early >= self._config.max_early_handoffs:
+                self._refuse(envelope.sender, handoff.key, handoff.lease_id, "early handoffs are full")
+                return
+            entry = self._entries[handoff.key] = Decode(handoff.key, Timeline(self._clock, "prefill_wait"))
+            self._num_early += 1
+            self.timers.set(("early", handoff.key), self._clock() + handoff.lease_s)
+        if entry.state is DecodeState.DRAINING:
+            self.counters["ignored"] += 1
+            return
+        entry.source = envelope.sender
+        entry.handoff = handoff
+        if entry.request is None:
+            self._move(entry, DecodeEvent.HANDOFF, DecodeState.EARLY)
+        else:
+            self._accept_handoff(entry, handoff)
+
+    def _accept_handoff(self, entry: Decode, handoff: KVHandoff) -> None:
+        """A handoff and its request are both here."""
+        if handoff.layout_fingerprint != self._hello.layout_fingerprint:
+            self._leave(entry, DecodeEvent.BAD_HANDOFF, "failed", "the KV layouts of the two engines differ")
+            return
+        self._move(entry, DecodeEvent.HANDOFF, entry.state)
+        if ("renew", entry.key) not in self.timers:
+            self.timers.set(("renew", entry.key), self._clock() + self._config.lease_s / 3)
+        if handoff.final:
+            entry.timeline.enter("reserve_wait" if entry.state is DecodeState.WAITING else "transfer")
+        if entry.state is DecodeState.WAITING:
+            self._scheduler.offer(entry.key)
+        else:
+            self._pull_more(entry)
+
+    def _on_revoke(self, envelope: Envelope) -> None:
+        revoke = cast(KVRevoke, envelope.message)
+        entry = self._entries.get(revoke.key)
+        if entry is None:
+            self._refuse(envelope.sender, revoke.key, revoke.lease_id, revoke.reason)
+        elif entry.state in (DecodeState.DRAINING, DecodeState.RUNNING):
+            self.counters["ignored"] += 1
+        else:
+            self._leave(entry, DecodeEvent.REVOKE, None, revoke.reason)
+
+    def _on_peer_up(self, envelope: Envelope) -> None:
+        """Opens a prefill replica's cache. One that cannot be opened has no mapping: attempts that need it fail and say so."""
+        message = cast(PeerUp, envelope.message)
+        for address in [old for old in self._peers if old.replica_id == message.peer.replica_id]:
+            self._retired.append((address, self._peers.pop(address)))
+        try:
+            self._peers[message.peer] = self._transport.connect(message.endpoint)
+        except TransferError:
+            self.counters["pull_failures"] += 1
+        self._close_retired()
+
+    def _on_drain(self, envelope: Envelope) -> None:
+        self._drain_at = self._clock() + cast(Drain, envelope.message).deadline_s
+
+    # ---- pulls
+
+    def _pull_more(self, entry: Decode) -> None:
+        """Starts the next pull if more is ready than verified and none is under way; queues the request when nothing is missing."""
+        handoff, block_ids = entry.handoff, entry.block_ids
+        if entry.pull is not None or handoff is None or block_ids is None or entry.source is None:
+            return
+        if handoff.num_ready_tokens <= entry.num_verified_tokens:
+            if handoff.final:
+                self._arrive(entry, handoff)
+            return
+        first = entry.num_verified_tokens // self._hello.block_size
+        end = -(-handoff.num_ready_tokens // self._hello.block_size)
+        try:
+            if entry.source not in self._peers:
+                raise TransferError(f"{entry.source.replica_id} could not be opened")
+            entry.pull = self._peers[entry.source].pull(handoff.block_ids[first:end], block_ids[first:end])
+        except TransferError as error:
+            self._pull_failed(entry, str(error))
+            return
+        self._move(entry, DecodeEvent.PULL_STARTED, DecodeState.RESERVED)
+        entry.pull_until = handoff.num_ready_tokens
+        entry.pull_started_at = self._clock()
+        entry.num_bytes += (end - first) * self._block_bytes
+        self._pulling[entry.key] = entry
+        self.timers.set(("pull", entry.key), self._clock() + self._config.pull_timeout_s)
+        self.counters["pulls"] += 1
+
+    def _poll_pulls(self) -> None:
+        for entry in [entry for entry in self._pulling.values() if entry.pull is not None and entry.pull.poll()]:
+            self._on_pulled(entry)
+        self._close_retired()
+
+    def _on_pulled(self, entry: Decode) -> None:
+        """A pull is terminal. The word is read after the last byte; unless it still names our lease, the bytes count for nothing."""
+        pull, handoff, source = entry.pull, entry.handoff, entry.source
+        assert pull is not None and handoff is not None and source is not None
+        entry.pull = None
+        del self._pulling[entry.key]
+        self.timers.cancel(("pull", entry.key))
+        entry.pull_seconds += self._clock() - entry.pull_started_at
+        if entry.state is DecodeState.DRAINING:
+            self._drop(entry, DecodeEvent.PULL_ENDED, "ended")
+            return
+        if pull.error:
+            self._pull_failed(entry, pull.error)
+            return
+        if self._peer(source).read_word(handoff.lease_slot) != handoff.lease_id:
+            self.counters["leases_lost"] += 1
+            self._pull_failed(entry, "lease lost")
+            return
+        self._move(entry, DecodeEvent.PULL_VERIFIED, DecodeState.RESERVED)
+        entry.num_verified_tokens = entry.pull_until
+        self._scheduler.publish(entry.key, entry.num_verified_tokens)
+        self._pull_more(entry)
+
+    def _pull_failed(self, entry: Decode, error: str) -> None:
+        self.counters["pull_failures"] += 1
+        self._leave(entry, DecodeEvent.PULL_FAILED, "failed", error)
+
+    def _arrive(self, entry: Decode, handoff: KVHandoff) -> None:
+        """All KV is here and checked: the lease ends, the sequence joins the batch."""
+        assert entry.source is not None and handoff.first_token_id is not None
+        self._move(entry, DecodeEvent.ARRIVED, DecodeState.RUNNING)
+        release = KVRelease(
+            key=entry.key, lease_id=handoff.lease_id, outcome="consumed", num_bytes=entry.num_bytes, seconds=entry.pull_seconds
+        )
+        self.outbox.append((entry.source, release))
+        self.timers.cancel(("renew", entry.key))
+        self.counters["pulled_bytes"] += entry.num_bytes
+        self.counters["pull_seconds"] += entry.pull_seconds
+        entry.timeline.enter("decode_queue")
+        self._scheduler.arrive(entry.key, handoff.first_token_id)
+
+    def _peer(self, source: Address) -> Peer:
+        if source in self._peers:
+            return self._peers[source]
+        return next(peer for address, peer in self._retired if address == source)
+
+    def _close_retired(self) -> None:
+        """Unmaps replaced peers that no pull reads any more."""
+        used = {entry.source for entry in self._pulling.values()}
+        for address, peer in self._retired:
+            if address not in used:
+                peer.close()
+        self._retired = [(address, peer) for address, peer in self._retired if address in used]
+
+    # ---- the router
+
+    def _meet_router(self, epoch: int) -> None:
+        """A newer router has spoken: all older keys end, and it learns who we are."""
+        if self._link.observe(epoch):
+            self._router_gone()
+            self.outbox.append((self._link.address, self._hello))
+
+    def _router_gone(self) -> None:
+        self._end_all(DecodeEvent.ROUTER_GONE, None, "router gone")
+
+    def _end_all(self, event: DecodeEvent, kind: EndKind | None, reason: str) -> None:
+        for entry in list(self._entries.values()):
+            if entry.state is not DecodeState.DRAINING:
+                self._leave(entry, event, kind, reason)
+
+    # ---- endings; every path out goes through `_forget`
+
+    def _leave(self, entry: Decode, event: DecodeEvent, kind: EndKind | None, reason: str = "") -> None:
+        """Ends an attempt for the given reason, telling the router if the reason is ours; waits for a pull that is still writing."""
+        if kind is not None and entry.request is not None:
+            self._link.end(entry.key, entry.request.slot, kind, error=reason)
+        if entry.pull is None:
+            self._drop(entry, event, reason)
+            return
+        self._move(entry, event, DecodeState.DRAINING)
+        for name in ("renew", "deadline"):
+            self.timers.cancel((name, entry.key))
+
+    def _drop(self, entry: Decode, event: DecodeEvent, reason: str) -> None:
+        """Refuses the lease unless it was consumed, then frees the destination."""
+        if entry.handoff is not None and entry.source is not None and entry.state is not DecodeState.RUNNING:
+            self._refuse(entry.source, entry.key, entry.handoff.lease_id, reason)
+        self._forget(entry, event)
+
+    def _refuse(self, peer: Address, key: RequestKey, lease_id: int, reason: str) -> None:
+        self.outbox.append((peer, KVRelease(key=key, lease_id=lease_id, outcome="refused", reason=reason)))
+
+    def _forget(self, entry: Decode, event: DecodeEvent) -> None:
+        """Free, gone. A step in flight keeps its blocks until its commit (the block manager sees to it)."""
+        if entry.state is DecodeState.EARLY:
+            self._num_early -= 1
+        self._move(entry, event, DecodeState.GONE)
+        self._scheduler.abort(entry.key)
+        for kind in ("renew", "early", "deadline", "pull"):
+            self.timers.cancel((kind, entry.key))
+        del self._entries[entry.key]
+
+    def _move(self, entry: Decode, event: DecodeEvent, state: DecodeState) -> None:
+        entry.state = advance(DECODE_TABLE, entry.state, event, state)
+
+    def _slot(self, entry: Decode) -> int:
+        if entry.request is None:
+            raise ProtocolError(f"{entry.key} has no request")
+        return entry.request.slot
+
+    def _close_timeline(self, entry: Decode) -> None:
+        seconds = entry.timeline.close()
+        seconds.pop("prefill_wait", None)  # the prefill engine counts it
+        self._link.stages(entry.key, self._slot(entry), seconds, entry.num_cached_tokens)
+
+    def _status(self, seq: int) -> ReplicaStatus:
+        scheduler = self._scheduler
+        added, removed = scheduler.blocks.take_hash_changes()
+        return ReplicaStatus(
+            state="up" if self._drain_at is None else "draining",
+            seq=seq,
+            num_waiting=scheduler.num_waiting,
+            num_running=scheduler.num_running,
+            num_leases=0,
+            num_pulls=len(self._pulling),
+            num_early_handoffs=self._num_early,
+            num_free_blocks=scheduler.num_free_blocks,
+            counters=dict(self.counters),
+            last_trays=tuple(batch.tray() for batch in self._trays),
+            hashes_added=added,
+            hashes_removed=removed,
+        )

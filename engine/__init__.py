@@ -1,0 +1,1 @@
+"""One engine: scheduler, block manager, runners, models, loop. Knows no pool and no phase."""

@@ -1,0 +1,46 @@
+"""An engine as one process: an inlet for messages, and verbs for its supervisor. Plain class; the composition root makes it a Ray actor.
+
+A *synchronous* actor, because Ray keeps the order of a sender's calls only on those; the engine runs in the loop's own threads.
+"""
+
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from engine.loop import EngineLoop
+from protocol.messages import Envelope
+
+SWITCH_INTERVAL_S = 0.0005
+"""How long a busy thread keeps the interpreter from the others: at Python's 5 ms a delivery waits for the step thread."""
+
+
+class EngineActor:
+    """Holds one engine's loop. `build` makes it, in the process where it is to live; what it puts on the stack lives until `stop`."""
+
+    def __init__(self, build: Callable[[ExitStack], EngineLoop]) -> None:
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self._build = build
+        self._resources = ExitStack()
+        self._loop: EngineLoop | None = None
+
+    def start(self) -> None:
+        """Loads the model, allocates the cache, starts the threads. Raises StartupError; nothing is left then."""
+        with ExitStack() as resources:
+            loop = self._build(resources)
+            self._resources = resources.pop_all()
+        loop.start()
+        self._loop = loop
+
+    def deliver(self, envelope: Envelope) -> None:
+        if self._loop is not None:
+            self._loop.deliver(envelope)
+
+    def failure(self) -> str:
+        """Why the engine can no longer work; empty while it can."""
+        return str(self._loop.failure or "") if self._loop is not None else ""
+
+    def stop(self) -> None:
+        """Ends the threads and gives shared memory back. Requests still here are lost."""
+        if self._loop is not None:
+            self._loop.stop()
+            self._resources.close()

@@ -1,0 +1,48 @@
+"""The knobs of one engine, named as the field names them."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from protocol.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Budgets and policies of one engine's pass."""
+
+    max_num_batched_tokens: int = 2048
+    """Tokens one step may compute, prompt chunks and decodes together."""
+    max_num_seqs: int = 64
+    """Sequences that may be running at once."""
+    max_model_len: int = 8192
+    """Longest sequence in tokens, prompt and answer."""
+    block_size: int = 16
+    """Tokens per KV block."""
+    num_blocks: int = 0
+    """KV blocks of the pool, block 0 (never used) included. 0: from `kv_cache_bytes`."""
+    kv_cache_bytes: int = 0
+    """Bytes of the pool if `num_blocks` is 0."""
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    """Most tokens of one sequence in one step; 0: no limit."""
+    enable_prefix_caching: bool = True
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    prompt_reservation: Literal["none", "check", "hold"] = "check"
+    watermark: float = 0.0
+    """Share of the pool that an admission must leave free while anything runs."""
+    priority_aging_s: float = 60.0
+    """Seconds of waiting worth one unit of priority; 0: priorities never change."""
+    num_speculative_tokens: int = 0
+    """Most drafts per sequence and step; 0: no speculation. Drafts forbid a second step in flight."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_batched_tokens", "max_num_seqs", "block_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: {getattr(self, name)} is below 1")
+        for name in ("num_blocks", "kv_cache_bytes", "long_prefill_token_threshold", "priority_aging_s", "num_speculative_tokens"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}: {getattr(self, name)} is below 0")
+        if self.max_model_len < 2:
+            raise ConfigError(f"max_model_len: {self.max_model_len} is below 2")
+        if not 0.0 <= self.watermark < 1.0:
+            raise ConfigError(f"watermark: {self.watermark} is not in [0, 1)")

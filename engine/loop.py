@@ -1,0 +1,225 @@
+"""The shell that drives one engine in a process: two threads around a synchronous service and a runner.
+
+ 1. Any thread calls `deliver(envelope)` or `wake()`; both only put into the inbox.
+ 2. The loop thread owns the service. It sleeps on the inbox, for at most `TICK_S`.
+ 3. Envelopes pass `protocol.delivery`, which restores their order, and reach `service.handle`.
+ 4. A finished step reaches `service.commit`, a failed one `service.step_failed`.
+ 5. `service.tick` looks at deadlines, leases and timeouts: at every turn, also while a step runs and when idle.
+ 6. If the step thread is free, `service.schedule` builds the next batch and the step thread gets it. It executes, and nothing else.
+ 7. What the service left in its outbox is numbered and sent.
+"""
+
+import queue
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import NamedTuple, Protocol
+
+from engine.runner import Batch, Runner, StepOutput
+from protocol.clock import Clock
+from protocol.delivery import Incoming, Outgoing
+from protocol.errors import TwopassError
+from protocol.messages import ROUTER_ID, Address, Drain, Envelope, Message, PeerGap
+
+TICK_S = 0.1
+
+
+class Service(Protocol):
+    """A pool's control logic as the loop sees it. Called from the loop thread only."""
+
+    outbox: list[tuple[Address, Message]]
+    """Drained by the loop after every turn; order kept per receiver."""
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits, runs, is leased or pulled."""
+        ...
+
+    def handle(self, envelope: Envelope) -> None: ...
+
+    def tick(self) -> None: ...
+
+    def schedule(self) -> Batch | None: ...
+
+    def commit(self, output: StepOutput) -> None:
+        """Output of the oldest batch that was scheduled and is not committed."""
+        ...
+
+    def step_failed(self, error: str) -> None:
+        """The oldest such batch could not be executed."""
+        ...
+
+    def router_gone(self) -> None: ...
+
+
+class _StepFailed(NamedTuple):
+    error: str
+
+
+class _Signal(Enum):
+    WAKE = auto()
+    STOP = auto()
+
+
+class EngineLoop:
+    """Verbs: `start`, `drain`, `stop`; inlets: `deliver`, `wake`. The outlet `send` is called on the loop thread and must not block.
+
+    `asynchronous`: the next batch is built while the step before it runs, and starts right after that one's commit, so it never holds a
+    token the runner does not know. The service must then allow `schedule` once more before a `commit`.
+    `on_failure`: called once, from the thread that died of an error nobody expects; the loop has ended then, and the process should.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        runner: Runner,
+        *,
+        address: Address,
+        clock: Clock,
+        send: Callable[[Envelope], None],
+        asynchronous: bool = False,
+        on_failure: Callable[[BaseException], None] | None = None,
+        gap_timeout_s: float = 5.0,
+    ) -> None:
+        self.address = address
+        self.failure: BaseException | None = None
+        self._service, self._runner = service, runner
+        self._clock, self._send, self._on_failure = clock, send, on_failure
+        self._depth = 2 if asynchronous else 1
+        self._incoming, self._outgoing = Incoming(address, clock, gap_timeout_s), Outgoing(address)
+        self._router: Address | None = None
+        self._inbox: queue.SimpleQueue[Envelope | Drain | StepOutput | _StepFailed | _Signal] = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._executing = False
+        self._ahead: deque[Batch] = deque()
+        self._idle = threading.Event()
+        self._idle_lock = threading.Lock()
+        """Held while `_idle` is made to agree with the inbox: set only if that is empty."""
+        self._threads = [
+            threading.Thread(target=self._run, args=(body,), name=f"{address.replica_id}-{name}", daemon=True)
+            for name, body in (("loop", self._loop), ("step", self._step))
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def deliver(self, envelope: Envelope) -> None:
+        """A message for this engine, in any order, from any thread. Never blocks."""
+        self._put(envelope)
+
+    def wake(self) -> None:
+        """Something the service polls (a pull) has changed. From any thread; never blocks."""
+        self._inbox.put(_Signal.WAKE)
+
+    def drain(self, deadline_s: float) -> None:
+        """As if the router had sent `Drain`; returns at once, `wait_idle` tells when it is done."""
+        self._put(Drain(deadline_s=deadline_s))
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """True as soon as all that was delivered is handled and the service holds nothing; False after `timeout_s` or a failure."""
+        return self._idle.wait(timeout_s) and self.failure is None
+
+    def stop(self) -> None:
+        """Ends both threads after the step that runs now; its output is lost. Joins them."""
+        self._inbox.put(_Signal.STOP)
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, body: Callable[[], None]) -> None:
+        try:
+            body()
+        finally:
+            failure = sys.exception()
+            self._inbox.put(_Signal.STOP)
+            self._steps.put(None)
+            if failure is not None and self.failure is None:
+                self.failure = failure
+                self._idle.set()
+                if self._on_failure is not None:
+                    self._on_failure(failure)
+
+    def _step(self) -> None:
+        while (batch := self._steps.get()) is not None:
+            started = self._clock()
+            try:
+                output = self._runner.execute(batch)
+            except (TwopassError, RuntimeError) as error:
+                self._inbox.put(_StepFailed(f"{type(error).__name__}: {error}"))
+                continue
+            output.seconds = output.seconds or self._clock() - started
+            self._inbox.put(output)
+
+    def _loop(self) -> None:
+        going = True
+        while going:
+            try:
+                item = self._inbox.get(timeout=TICK_S)
+            except queue.Empty:
+                pass
+            else:
+                going = self._take(item)
+                for _ in range(self._inbox.qsize()):
+                    going = self._take(self._inbox.get()) and going
+            self._report_lost()
+            self._service.tick()
+            if going:
+                self._fill()
+            self._flush()
+            with self._idle_lock:
+                if self._service.idle and not self._executing and self._inbox.empty():
+                    self._idle.set()
+
+    def _put(self, item: Envelope | Drain) -> None:
+        with self._idle_lock:
+            self._idle.clear()
+            self._inbox.put(item)
+
+    def _take(self, item: Envelope | Drain | StepOutput | _StepFailed | _Signal) -> bool:
+        """One thing from the inbox. False: stop."""
+        match item:
+            case Envelope():
+                for envelope in self._incoming.accept(item):
+                    sender = envelope.sender
+                    if sender.replica_id == ROUTER_ID and (self._router is None or self._router.epoch < sender.epoch):
+                        self._router = sender
+                    self._service.handle(envelope)
+            case Drain():
+                self._service.handle(Envelope(self.address, self.address, 0, item))
+            case StepOutput():
+                self._executing = False
+                self._service.commit(item)
+            case _StepFailed():
+                self._executing = False
+                self._service.step_failed(item.error)
+            case _Signal():
+                return item is _Signal.WAKE
+        return True
+
+    def _fill(self) -> None:
+        """Gives the step thread its next batch if it is free, and builds as many ahead as the depth allows."""
+        while True:
+            if self._ahead and not self._executing:
+                self._steps.put(self._ahead.popleft())
+                self._executing = True
+            if self._executing + len(self._ahead) >= self._depth:
+                return
+            batch = self._service.schedule()
+            if batch is None:
+                return
+            self._ahead.append(batch)
+
+    def _report_lost(self) -> None:
+        for lost in self._incoming.lost():
+            if lost.replica_id == ROUTER_ID:
+                self._service.router_gone()
+            elif self._router is not None:
+                self._service.outbox.append((self._router, PeerGap(peer=lost)))
+
+    def _flush(self) -> None:
+        messages = self._service.outbox[:]
+        self._service.outbox.clear()
+        for receiver, message in messages:
+            self._send(self._outgoing.envelope(receiver, message))

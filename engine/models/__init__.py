@@ -1,0 +1,1 @@
+"""Models as they lie on disk and in memory: config, safetensors, Llama weights, conversion from GGUF."""

@@ -1,0 +1,138 @@
+"""Safetensors on disk: headers read and checked without loading a weight, and a fingerprint of what they hold. No torch here."""
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from engine.models.config import ModelConfig, read_config, read_json, shape_text
+from protocol.errors import ModelError
+
+DTYPE_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000
+SAMPLE_BYTES = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    """Where one tensor lies: bytes [begin, end) of `file`."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def check_model_dir(model_dir: Path) -> ModelConfig:
+    """Config with fingerprint of a directory that can be served; reads config, headers and a few sampled bytes, loads nothing.
+
+    Raises ModelError naming file, tensor, what was expected and what is there.
+    """
+    config = read_config(model_dir)
+    entries = read_entries(model_dir)
+    check_entries(model_dir, config, entries)
+    return replace(config, fingerprint=_fingerprint(config, entries))
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor a Llama checkpoint must hold, by its Hugging Face name; linear weights are [out, in]."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    layer = {
+        "input_layernorm": (hidden,),
+        "self_attn.q_proj": (q_size, hidden),
+        "self_attn.k_proj": (kv_size, hidden),
+        "self_attn.v_proj": (kv_size, hidden),
+        "self_attn.o_proj": (hidden, q_size),
+        "post_attention_layernorm": (hidden,),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    for i in range(config.num_layers):
+        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
+    return shapes
+
+
+def check_entries(model_dir: Path, config: ModelConfig, entries: dict[str, TensorEntry]) -> None:
+    """Raises ModelError for the first tensor that is missing or has another shape or dtype than the config says."""
+    for name, shape in expected_shapes(config).items():
+        entry = entries.get(name)
+        if entry is None:
+            raise ModelError(f"{model_dir}: tensor {name} is missing, expected shape {list(shape)}")
+        if entry.shape != shape:
+            raise ModelError(f"{entry.file}: tensor {name} has shape {list(entry.shape)}, expected {list(shape)}")
+        if entry.dtype not in DTYPE_BYTES:
+            raise ModelError(f"{entry.file}: tensor {name} has dtype {entry.dtype}, expected one of {', '.join(DTYPE_BYTES)}")
+
+
+def read_entries(model_dir: Path) -> dict[str, TensorEntry]:
+    """All tensors of the directory's one file or of its shards, by name. Raises ModelError naming the file."""
+    entries: dict[str, TensorEntry] = {}
+    for file in _weight_files(model_dir):
+        entries |= _read_header(file)
+    return entries
+
+
+def _weight_files(model_dir: Path) -> list[Path]:
+    single, index = model_dir / SINGLE_FILE, model_dir / INDEX_FILE
+    if single.exists():
+        return [single]
+    if not index.exists():
+        raise ModelError(f"{model_dir}: no weights, expected {SINGLE_FILE} or {INDEX_FILE}")
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{index}: weight_map is missing or empty")
+    return [model_dir / name for name in sorted(set(weight_map.values()))]
+
+
+def _read_header(file: Path) -> dict[str, TensorEntry]:
+    """A safetensors file is: header length (8 bytes, little-endian), JSON header, data; offsets in the header count from the data."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            header_bytes = int.from_bytes(stream.read(8), "little")
+            if size < 8 or header_bytes > min(MAX_HEADER_BYTES, size - 8):
+                raise ModelError(f"{file}: truncated or no safetensors file: {size} bytes, its header alone says {header_bytes}")
+            header = json.loads(stream.read(header_bytes))
+    except FileNotFoundError:
+        raise ModelError(f"{file}: no such file") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file}: safetensors header cannot be read: {error}") from None
+    data = 8 + header_bytes
+    entries: dict[str, TensorEntry] = {}
+    try:
+        for name, item in header.items():
+            if name != "__metadata__":
+                begin, end = item["data_offsets"]
+                entries[name] = TensorEntry(
+                    file=file, dtype=item["dtype"], shape=tuple(item["shape"]), begin=data + int(begin), end=data + int(end)
+                )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ModelError(f"{file}: safetensors header is malformed: {error!r}") from None
+    expected = max((entry.end for entry in entries.values()), default=data)
+    if size != expected:
+        raise ModelError(f"{file}: truncated or padded: {size} bytes, expected {expected}")
+    return entries
+
+
+def _fingerprint(config: ModelConfig, entries: dict[str, TensorEntry]) -> str:
+    """blake2b-128 over the shape, every tensor's name, dtype and shape, and `SAMPLE_BYTES` from the middle of each."""
+    digest = hashlib.blake2b(shape_text(config).encode(), digest_size=16)
+    streams = {file: file.open("rb") for file in sorted({entry.file for entry in entries.values()})}
+    try:
+        for name, entry in sorted(entries.items()):
+            digest.update(f"{name} {entry.dtype} {entry.shape}".encode())
+            stream = streams[entry.file]
+            stream.seek(max(entry.begin, (entry.begin + entry.end - SAMPLE_BYTES) // 2))
+            digest.update(stream.read(min(SAMPLE_BYTES, entry.end - entry.begin)))
+    finally:
+        for stream in streams.values():
+            stream.close()
+    return digest.hexdigest()

@@ -1,0 +1,124 @@
+"""Llama weights in memory: q/k/v and gate/up fused, bf16 linears packed for oneDNN where torch can.
+
+    h = embed[token]                                    [T, hidden]
+    per layer:  h += o(attention(rope(qkv(norm(h)))))   qkv: [T, (num_heads + 2 num_kv_heads) head_dim], order q, k, v
+                h += down(silu(gate) * up)              gate_up: [T, 2 intermediate], order gate, up
+    logits = lm_head(norm(h))                           [rows that sample, vocab]
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from engine.models.checkpoint import check_entries, check_model_dir, read_entries
+from engine.models.config import Dtype, ModelConfig
+
+Linear = Callable[[torch.Tensor], torch.Tensor]
+"""[T, in] -> [T, out], both in the model's dtype."""
+
+TORCH_DTYPES: dict[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaLayer:
+    input_norm: torch.Tensor
+    qkv: Linear
+    o: Linear
+    post_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaModel:
+    """Weights of one model, read-only from here on; several runners of one process may share them."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    embed: torch.Tensor
+    """[vocab_size, hidden_size]"""
+    layers: tuple[LlamaLayer, ...]
+    norm: torch.Tensor
+    lm_head: Linear
+    cos: torch.Tensor
+    """[max_position_embeddings, head_dim / 2], float32; `sin` likewise."""
+    sin: torch.Tensor
+
+
+def load_model(model_dir: Path, dtype: Dtype) -> LlamaModel:
+    """Loads a checked directory. Raises ModelError as `check_model_dir` does, before any weight is read."""
+    config = check_model_dir(model_dir)
+    entries = read_entries(model_dir)
+    check_entries(model_dir, config, entries)
+    files = {str(entry.file) for entry in entries.values()}
+    handles = {file: safe_open(file, framework="pt") for file in files}
+
+    def read(name: str) -> torch.Tensor:
+        tensor: torch.Tensor = handles[str(entries[name].file)].get_tensor(name)
+        return tensor.to(TORCH_DTYPES[dtype])
+
+    return build_model(config, dtype, read)
+
+
+def build_model(config: ModelConfig, dtype: Dtype, read: Callable[[str], torch.Tensor]) -> LlamaModel:
+    """Assembles a model from `read`: Hugging Face tensor name -> tensor in `dtype`. Holds one layer twice while it is being fused."""
+    layers = []
+    for i in range(config.num_layers):
+        prefix = f"model.layers.{i}."
+        qkv = torch.cat([read(f"{prefix}self_attn.{part}_proj.weight") for part in "qkv"])
+        gate_up = torch.cat([read(f"{prefix}mlp.{part}_proj.weight") for part in ("gate", "up")])
+        layers.append(
+            LlamaLayer(
+                input_norm=read(prefix + "input_layernorm.weight"),
+                qkv=make_linear(qkv),
+                o=make_linear(read(prefix + "self_attn.o_proj.weight")),
+                post_norm=read(prefix + "post_attention_layernorm.weight"),
+                gate_up=make_linear(gate_up),
+                down=make_linear(read(prefix + "mlp.down_proj.weight")),
+            )
+        )
+    embed = read("model.embed_tokens.weight")
+    cos, sin = rope_tables(config)
+    return LlamaModel(
+        config=config,
+        dtype=TORCH_DTYPES[dtype],
+        embed=embed,
+        layers=tuple(layers),
+        norm=read("model.norm.weight"),
+        lm_head=make_linear(embed if config.tie_word_embeddings else read("lm_head.weight")),
+        cos=cos,
+        sin=sin,
+    )
+
+
+def rope_tables(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of position * theta^(-2i / head_dim): float32 [max_position_embeddings, head_dim / 2]."""
+    frequency = config.rope_theta ** -(torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim)
+    angle = torch.arange(config.max_position_embeddings, dtype=torch.float64)[:, None] * frequency
+    return angle.cos().float(), angle.sin().float()
+
+
+def make_linear(weight: torch.Tensor) -> Linear:
+    """`x @ weight.T` without bias; bf16 weights ([out, in]) are copied once into oneDNN's own layout where this torch offers it."""
+    if weight.dtype is torch.bfloat16 and can_pack():
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+
+        def packed_linear(x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+            return y
+
+        return packed_linear
+    return lambda x: torch.nn.functional.linear(x, weight)
+
+
+def can_pack() -> bool:
+    """Whether this torch and CPU run bf16 linears on weights packed for oneDNN."""
+    return (
+        torch.backends.mkldnn.is_available()
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )

@@ -1,0 +1,72 @@
+"""What a scheduler tells its service: `Events` of a schedule, `Committed` of a commit."""
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.runner import Batch
+from protocol.messages import FinishReason, RequestKey
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+
+
+class Reserved(NamedTuple):
+    """A remote request owns its whole destination. The first `num_cached_tokens` (whole blocks) are there already."""
+
+    key: RequestKey
+    block_ids: list[int]
+    num_cached_tokens: int
+
+
+class Finished(NamedTuple):
+    """The answer is complete; its blocks are free."""
+
+    key: RequestKey
+    slot: int
+    finish_reason: FinishReason
+
+
+class PromptDone(NamedTuple):
+    """The prompt of an "offer" request is computed; `block_ids` (all of the prompt's, in order) belong to the receiver of this."""
+
+    key: RequestKey
+    first_token_id: int
+    block_ids: list[int]
+    finish_reason: FinishReason | None
+    """Set if the first token ends the answer."""
+
+
+@dataclass(slots=True)
+class Events:
+    """What happened beside the batch, in the order it happened."""
+
+    admitted: list[tuple[RequestKey, int]] = field(default_factory=list)
+    """(key, cached tokens): first time in a batch."""
+    resumed: list[tuple[RequestKey, int]] = field(default_factory=list)
+    """(key, cached tokens): again in a batch after a preemption."""
+    reserved: list[Reserved] = field(default_factory=list)
+    preempted: list[RequestKey] = field(default_factory=list)
+    ended: list[tuple[RequestKey, Literal["length"]]] = field(default_factory=list)
+    """Outgrew the pool; blocks are free."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Committed:
+    """One step's results. The arrays have one entry per sequence that got tokens, in scheduled order, as `StepTokens` wants them."""
+
+    batch: Batch
+    slots: Int64
+    attempts: Int32
+    offsets: Int32
+    counts: Int32
+    token_ids: Int32
+    """Flat: row i owns the next `counts[i]` entries."""
+    finished: list[Finished] = field(default_factory=list)
+    prompts: list[PromptDone] = field(default_factory=list)
+    progressed: list[tuple[RequestKey, int]] = field(default_factory=list)
+    """(key, tokens computed) of "offer" requests whose prompt is not done yet."""
+    first: list[RequestKey] = field(default_factory=list)
+    """Got the first token they got here."""

@@ -1,0 +1,78 @@
+"""What a scheduler hands to a runner and what it gets back: `Batch` out, `StepOutput` in."""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
+Bool = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSampling:
+    """How tokens are chosen, per row; shared arrays [num_rows]."""
+
+    temperatures: npt.NDArray[np.float32]
+    seeds: npt.NDArray[np.uint64]
+    answer_bases: Int32
+    """The token at position p of a row has index `answer_bases[row] + p` in the whole answer."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Batch:
+    """One step's work. Arrays have one entry per scheduled sequence, in scheduled order; B = their number.
+
+    `token_ids` and `block_tables` are the scheduler's shared arrays, indexed by *row*. What a batch refers to in them
+    (tokens and blocks below `num_computed + num_scheduled`) stays as it is until the batch is committed.
+    """
+
+    step: int
+    rows: Int32
+    """[B] row of each sequence in the shared arrays."""
+    num_scheduled: Int32
+    """[B] tokens to compute now, >= 1; with drafts: 1 + drafts."""
+    num_computed: Int32
+    """[B] tokens whose KV is already in the cache: the position of the first token of this chunk."""
+    sample: Bool
+    """[B] True where the chunk ends at the sequence's last known token, so that a next one is to be chosen."""
+    token_ids: Int32
+    """[num_rows, max_model_len] known tokens (prompt and answer) of every row; shared."""
+    block_tables: Int32
+    """[num_rows, max_blocks_per_sequence] block ids of every row; shared."""
+    request_ids: list[str] = field(default_factory=list)
+    """[B] for trays and logs."""
+    sampling: RowSampling | None = None
+    """None: greedy everywhere."""
+    num_drafts: Int32 | None = None
+    """[B] how many of `num_scheduled` are drafts: they lie in `token_ids` right behind the known tokens. None: no drafts anywhere."""
+    pending: Bool | None = None
+    """[B] True where the one token to compute is still being sampled by the step before: not in `token_ids` yet, the runner takes it
+    from its own output of that step, same row. None: nowhere (always so while no other step is in flight)."""
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.num_scheduled.sum())
+
+    def tray(self) -> dict[str, int]:
+        """The decision itself: `{request_id: num_tokens}`, in scheduled order."""
+        return dict(zip(self.request_ids, self.num_scheduled.tolist(), strict=True))
+
+
+@dataclass(slots=True, kw_only=True)
+class StepOutput:
+    """What the model chose. `token_ids`: int32 [B, K], row i valid in its first `counts[i]` columns; counts[i] = 0 where nothing was sampled."""
+
+    token_ids: Int32
+    counts: Int32
+    seconds: float = 0.0
+    """Seconds the step took to execute."""
+
+
+class Runner(Protocol):
+    """Executes steps on a device. Owns model weights and the KV cache; decides nothing."""
+
+    def execute(self, batch: Batch) -> StepOutput:
+        """Computes the batch's tokens, writes their KV into its blocks, samples where asked. Blocking; called from one thread."""
+        ...

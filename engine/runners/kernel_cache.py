@@ -1,0 +1,82 @@
+"""Compiled kernels on disk: keyed by their source, so that every checkout and every unpacked job of one user shares them."""
+
+import fcntl
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import numba
+from numba.core.caching import UserProvidedCacheLocator
+
+from engine.cache_dir import cache_dir
+
+
+def _omp_available() -> bool:
+    try:
+        from numba.np.ufunc import omppool  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+PARALLEL = _omp_available()
+"""Loops run in parallel only on OpenMP: it shares torch's threads, where numba's own pool would fight them for the cores."""
+
+if PARALLEL:
+    numba.config.THREADING_LAYER = "omp"
+
+
+class SourceKeyedLocator(UserProvidedCacheLocator):  # type: ignore[misc]
+    """Tells numba to keep compiled functions in <cache>/kernels/<hash of the source file and of `PARALLEL`>."""
+
+    def __init__(self, py_func: Callable[..., Any], py_file: str) -> None:
+        self._py_file = py_file
+        self._lineno = py_func.__code__.co_firstlineno
+        self._cache_path = str(_folder(py_file))
+
+    @classmethod
+    def from_function(cls, py_func: Callable[..., Any], py_file: str) -> Self | None:
+        try:
+            locator = cls(py_func, py_file)
+            locator.ensure_cache_path()
+        except OSError:
+            return None
+        return locator
+
+
+def _folder(py_file: str) -> Path:
+    source = Path(py_file).read_bytes() + (b"omp" if PARALLEL else b"serial")
+    return cache_dir() / "kernels" / hashlib.blake2b(source, digest_size=12).hexdigest()
+
+
+def compiled(function: Callable[..., Any]) -> Any:
+    """The function compiled by numba on its first call, without the interpreter lock; in memory only where the cache cannot be written."""
+    options = {"fastmath": True, "nogil": True, "error_model": "numpy", "boundscheck": False, "parallel": PARALLEL}
+    before = numba.config.CACHE_LOCATOR_CLASSES
+    numba.config.CACHE_LOCATOR_CLASSES = f"{__name__}.{SourceKeyedLocator.__name__}"
+    try:
+        return numba.njit(cache=True, **options)(function)
+    except RuntimeError:
+        return numba.njit(**options)(function)
+    finally:
+        numba.config.CACHE_LOCATOR_CLASSES = before
+
+
+@contextmanager
+def one_compiles(py_file: str) -> Iterator[None]:
+    """Held by one process at a time: the others wait, then find what it compiled. Two at once could mix up numba's index."""
+    try:
+        folder = _folder(py_file)
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT)
+    except OSError:
+        yield
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,105 @@
+"""`Request`: what was asked of this engine. `Sequence`: its state in the scheduler."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.block_hash import block_hash
+from protocol.messages import GenerateRequest, RequestKey, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One attempt as the engine sees it.
+
+    kv = "local": computed and continued here. "offer": computed here up to the first token, then its blocks are handed over
+    (never scheduled past the prompt). "remote": its KV arrives from elsewhere; it waits for an offer, reserves, arrives, decodes.
+    """
+
+    key: RequestKey
+    slot: int
+    prompt_token_ids: npt.NDArray[np.int32]
+    max_tokens: int
+    sampling: SamplingParams
+    kv: Literal["local", "offer", "remote"] = "local"
+    offset: int = 0
+    """Index in the whole answer of the first token this engine produces."""
+    priority: int = 0
+    """Lower is more urgent."""
+    arrival: float = 0.0
+    """Orders waiting requests of equal priority; seconds or a counter, same unit for all."""
+    cache_salt: str = ""
+
+    @classmethod
+    def from_message(cls, message: GenerateRequest, *, kv: Literal["local", "offer", "remote"], arrival: float) -> "Request":
+        """The engine's view of a dispatched attempt."""
+        return cls(
+            key=message.key,
+            slot=message.slot,
+            prompt_token_ids=message.prompt_token_ids,
+            max_tokens=message.max_tokens,
+            sampling=message.sampling,
+            kv=kv,
+            offset=message.offset,
+            priority=message.priority,
+            arrival=arrival,
+            cache_salt=message.cache_salt,
+        )
+
+
+Stage = Literal["unoffered", "waiting", "reserved", "arrived", "running"]
+Rank = tuple[float, float, str]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Sequence:
+    """State of one request in the scheduler. While it runs, its counts, tokens and blocks live in its row of the `SequenceTable`.
+
+    unoffered: remote, nothing to reserve for yet · waiting: in the line · reserved: owns blocks that KV is arriving in ·
+    arrived: all KV is there, a seat is not · running: in the table.
+    """
+
+    request: Request
+    kv: Literal["local", "offer", "remote"]
+    """As the request says, until preemption turns a remote sequence into a local one."""
+    stage: Stage
+    limit: int
+    """Known tokens at which the answer is complete: LENGTH."""
+    root_hash: bytes
+    rank: Rank = (0.0, 0.0, "")
+    """Place in the line: lowest first."""
+    tokens: npt.NDArray[np.int32]
+    """Known tokens while it is not running."""
+    hashes: list[bytes] = field(default_factory=list)
+    """Hashes of the full blocks of its known tokens, as far as anybody needed them."""
+    blocks: list[int] = field(default_factory=list)
+    """Blocks owned while reserved or arrived."""
+    num_published: int = 0
+    """Blocks from the front whose hash is in the prefix cache, while reserved."""
+    num_cached: int = 0
+    """Tokens of a remote sequence that were in this engine's prefix cache when it reserved."""
+    first_token_id: int | None = None
+    """First token of a remote sequence until it has been reported."""
+    num_first: int = 0
+    """Known tokens when its first answer token is still to come: len(prompt)."""
+    admitted: bool = False
+    """Whether it was ever in the batch."""
+    num_lost: int = 0
+    """Tokens whose KV the last preemption threw away."""
+    row: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+
+    def extend_hashes(self, tokens: npt.NDArray[np.int32], num_blocks: int, block_size: int) -> None:
+        """Brings `hashes` up to `num_blocks` entries. `tokens`: int32, at least num_blocks * block_size known tokens."""
+        hashes = self.hashes
+        start = len(hashes)
+        if start >= num_blocks:
+            return
+        data = np.ascontiguousarray(tokens[start * block_size : num_blocks * block_size], dtype="<i4").tobytes()
+        width = block_size * 4
+        parent = hashes[-1] if hashes else self.root_hash
+        for at in range(0, len(data), width):
+            parent = block_hash(parent, data[at : at + width])
+            hashes.append(parent)

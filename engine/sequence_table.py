@@ -1,0 +1,180 @@
+"""The sequences that run: numbers in numpy, so that a step costs what changes and not what runs.
+
+Two index spaces. A *row* is a sequence's place in the arrays shared with the runner; it stays the same while the sequence runs
+and is reused only after every step scheduled before it was left has committed. A *position* is its place in running order
+(admission order), dense in [0, len); leaving closes the gap.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.runner import Batch
+from engine.sequence import Sequence
+from protocol.errors import ProtocolError
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+
+NEVER = np.iinfo(np.int32).max
+
+
+class Flight:
+    """A batch between schedule and commit."""
+
+    __slots__ = ("batch", "positions")
+
+    def __init__(self, batch: Batch, positions: Int32) -> None:
+        self.batch = batch
+        self.positions = positions
+        """int32 [B]: where each scheduled sequence is now; -1 once it has left."""
+
+
+class SequenceTable:
+    """Rows and positions of all running sequences.
+
+    State per position, all int32: `tokens` known; `goal` up to which it may be scheduled (known tokens, plus drafts or tokens still
+    being sampled, never past `cap`); `computed` (scheduled ones included); `capacity` of its blocks in tokens; `limit` at which it
+    ends; `cap` beyond which nothing is ever computed; `edge` of the next block to hash; `base` + token index = index in the whole
+    answer; `attempt`; `fresh` 1 until its first token was reported; `ignore_eos`; `own_stops` 1 if it has stop tokens of its own.
+    """
+
+    FIELDS = (
+        "row",
+        "tokens",
+        "goal",
+        "computed",
+        "capacity",
+        "limit",
+        "cap",
+        "edge",
+        "base",
+        "attempt",
+        "fresh",
+        "ignore_eos",
+        "own_stops",
+    )
+
+    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        num_rows = 2 * max_num_seqs
+        """Twice the seats: with two steps in flight a left row stays blocked while its seat is taken again."""
+        self.block_size = block_size
+        self.token_ids: Int32 = np.empty((num_rows, max_model_len), np.int32)
+        self.block_tables: Int32 = np.zeros((num_rows, -(-max_model_len // block_size)), np.int32)
+        self.seeds = np.zeros(num_rows, np.uint64)
+        self.temperatures = np.zeros(num_rows, np.float32)
+        self.answer_bases = np.zeros(num_rows, np.int32)
+        self._state = np.zeros((len(self.FIELDS), max_num_seqs), np.int32)
+        (
+            self.row,
+            self.tokens,
+            self.goal,
+            self.computed,
+            self.capacity,
+            self.limit,
+            self.cap,
+            self.edge,
+            self.base,
+            self.attempt,
+            self.fresh,
+            self.ignore_eos,
+            self.own_stops,
+        ) = self._state
+        self.slot: Int64 = np.zeros(max_num_seqs, np.int64)
+        self.running: list[Sequence] = []
+        self.request_ids: list[str] = []
+        """Replaced, never changed: batches keep it."""
+        self.flights: deque[Flight] = deque()
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+        self._left_rows: deque[tuple[int, int]] = deque()
+        """(last step scheduled when it was left, row)."""
+
+    def __len__(self) -> int:
+        return len(self.running)
+
+    @property
+    def has_row(self) -> bool:
+        return bool(self._free_rows)
+
+    @property
+    def num_free_rows(self) -> int:
+        return len(self._free_rows)
+
+    def enter(self, sequence: Sequence, *, computed: int, blocks: Int32, cap: int, edge: int) -> int:
+        """Seats a sequence that owns `blocks` (int32, in order) and has `computed` tokens in them. Returns its position."""
+        request, tokens = sequence.request, sequence.tokens
+        position, row, num_tokens = len(self.running), self._free_rows.pop(), len(tokens)
+        self.token_ids[row, :num_tokens] = tokens
+        self.block_tables[row, : len(blocks)] = blocks
+        self.seeds[row] = (request.sampling.seed or 0) % 2**64
+        self.temperatures[row] = request.sampling.temperature
+        base = request.offset - len(request.prompt_token_ids)
+        self.answer_bases[row] = base
+        self._state[:, position] = (
+            row,
+            num_tokens,
+            min(num_tokens, cap),
+            computed,
+            len(blocks) * self.block_size,
+            sequence.limit,
+            cap,
+            edge,
+            base,
+            request.key.attempt,
+            num_tokens == sequence.num_first or sequence.first_token_id is not None,
+            request.sampling.ignore_eos,
+            bool(sequence.stop_token_ids),
+        )
+        self.slot[position] = request.slot
+        self.running.append(sequence)
+        self.request_ids = [*self.request_ids, request.key.request_id]
+        sequence.row, sequence.stage = row, "running"
+        return position
+
+    def blocks_of(self, position: int) -> Int32:
+        """Its blocks in sequence order: int32 view."""
+        return self.block_tables[self.row[position], : self.capacity[position] // self.block_size]
+
+    def known(self, position: int) -> Int32:
+        """Its known tokens: int32 view."""
+        return self.token_ids[self.row[position], : self.tokens[position]]
+
+    def leave(self, positions: Iterable[int]) -> None:
+        """Unseats sequences (at least one). Their rows are free when the steps in flight have committed."""
+        gone = sorted(positions, reverse=True)
+        last_step = self.flights[-1].batch.step if self.flights else None
+        count = len(self.running)
+        ids = self.request_ids.copy()
+        for position in gone:
+            row = int(self.row[position])
+            if last_step is None:
+                self._free_rows.append(row)
+            else:
+                self._left_rows.append((last_step, row))
+            del self.running[position], ids[position]
+        self.request_ids = ids
+        if gone[-1] + len(gone) != count:
+            keep = np.ones(count, np.bool_)
+            keep[gone] = False
+            kept = np.flatnonzero(keep)
+            self._state[:, : len(kept)] = self._state[:, kept]
+            self.slot[: len(kept)] = self.slot[kept]
+        for flight in self.flights:
+            moved = np.full(count, -1, np.int32)
+            keep = np.ones(count, np.bool_)
+            keep[gone] = False
+            moved[keep] = np.arange(count - len(gone), dtype=np.int32)
+            seated = flight.positions >= 0
+            flight.positions = np.where(seated, moved[flight.positions], -1)
+
+    def committed(self, step: int) -> None:
+        """Rows left before or in `step` may be used again."""
+        while self._left_rows and self._left_rows[0][0] <= step:
+            self._free_rows.append(self._left_rows.popleft()[1])
+
+    def check_empty(self) -> None:
+        """Raises ProtocolError unless every row is free."""
+        if self.running or self._left_rows or len(self._free_rows) != len(self.token_ids):
+            raise ProtocolError(f"{len(self.running)} sequences run and {len(self._left_rows)} rows are kept back in an idle engine")

@@ -1,0 +1,60 @@
+"""The one line in front of the batch. Nobody overtakes: only its head is ever served."""
+
+import heapq
+from typing import Literal
+
+from engine.sequence import Rank, Sequence
+
+
+class WaitingLine:
+    """fcfs: by the order of `rank_of` calls, preempted ones before all others. priority: lowest (priority, arrival, id) first.
+
+    `priority_aging_s`: seconds of waiting that are worth one unit of priority; 0: none. Since everybody ages alike, the order of
+    priority - waited / aging never changes while waiting, and `priority + arrival / aging` stands for it.
+    """
+
+    def __init__(self, policy: Literal["fcfs", "priority"], priority_aging_s: float) -> None:
+        self._by_priority = policy == "priority"
+        self._aging_s = priority_aging_s
+        self._heap: list[tuple[Rank, int, Sequence]] = []
+        self._num_ranked = 0
+        self._num_preempted = 0
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def rank_of(self, sequence: Sequence) -> Rank:
+        """The place of a newcomer; also what chooses victims in priority mode."""
+        self._num_ranked += 1
+        if not self._by_priority:
+            return (float(self._num_ranked), 0.0, "")
+        request = sequence.request
+        urgency = request.priority + (request.arrival / self._aging_s if self._aging_s else 0.0)
+        return (urgency, request.arrival, request.key.request_id)
+
+    def push(self, sequence: Sequence) -> None:
+        """Joins at its rank."""
+        sequence.stage = "waiting"
+        heapq.heappush(self._heap, (sequence.rank, id(sequence), sequence))
+
+    def push_preempted(self, sequence: Sequence) -> None:
+        """Joins before everybody (fcfs) or at its rank (priority)."""
+        if not self._by_priority:
+            self._num_preempted += 1
+            sequence.rank = (-float(self._num_preempted), 0.0, "")
+        self.push(sequence)
+
+    def head(self) -> Sequence | None:
+        return self._heap[0][2] if self._heap else None
+
+    def pop(self) -> Sequence:
+        return heapq.heappop(self._heap)[2]
+
+    def discard(self, sequence: Sequence) -> None:
+        """Leaves from anywhere in the line."""
+        self._heap = [entry for entry in self._heap if entry[2] is not sequence]
+        heapq.heapify(self._heap)
+
+    def in_order(self) -> list[Sequence]:
+        """Everybody, head first."""
+        return [entry[2] for entry in sorted(self._heap, key=lambda entry: entry[:2])]

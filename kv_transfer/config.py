@@ -1,0 +1,32 @@
+"""The knobs of KV transfer, the same in both pools."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from protocol.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferConfig:
+    """How blocks travel, and how long each side of a handoff waits for the other."""
+
+    transport: Literal["auto", "shared_memory"] = "auto"
+    """auto: the best one that proves itself at start-up."""
+    pull_timeout_s: float = 30.0
+    """A pull that takes longer is asked to fail."""
+    lease_s: float = 30.0
+    """A finished prompt waits this long for its decode engine, renewals aside. A handoff without a request is forgotten after as long."""
+    revoke_s: float = 5.0
+    """A revoked lease waits this long for the decode engine's answer before its blocks are taken back."""
+    max_early_handoffs: int = 1024
+    """Handoffs a decode engine keeps that came before their request."""
+    num_lease_slots: int = 1024
+    """Leases a prefill engine may have live at once."""
+
+    def __post_init__(self) -> None:
+        for name in ("pull_timeout_s", "lease_s", "revoke_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}: {getattr(self, name)} is not above 0")
+        for name in ("max_early_handoffs", "num_lease_slots"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: {getattr(self, name)} is below 1")

@@ -1,0 +1,40 @@
+"""The copy itself, compiled so that it runs without the interpreter lock: an engine busy in Python cannot slow a transfer."""
+
+from collections.abc import Callable
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from kv_transfer.transport import Blocks
+
+Int64 = npt.NDArray[np.int64]
+
+
+def _copy_rows(destination: Blocks, source: Blocks, dst_rows: Int64, src_rows: Int64) -> None:
+    """destination[dst_rows[i]] = source[src_rows[i]]; row numbers are not checked."""
+    for i in range(len(dst_rows)):
+        dst, src = dst_rows[i], src_rows[i]
+        for j in range(destination.shape[1]):
+            destination[dst, j] = source[src, j]
+
+
+def _compile() -> Callable[..., None]:
+    try:
+        return numba.njit(nogil=True, cache=True)(_copy_rows)  # type: ignore[no-any-return]
+    except RuntimeError:
+        # No folder to cache machine code in can be written.
+        return numba.njit(nogil=True)(_copy_rows)  # type: ignore[no-any-return]
+
+
+_compiled = _compile()
+
+
+def widest(blocks: Blocks) -> npt.NDArray[np.unsignedinteger]:
+    """The same rows in elements of 8 bytes where they divide evenly, for speed."""
+    return blocks.view(np.uint64) if blocks.shape[1] % 8 == 0 else blocks
+
+
+def copy_blocks(destination: Blocks, source: Blocks, dst_blocks: Int64, src_blocks: Int64) -> None:
+    """Copies whole blocks, both uint8 [num_blocks, block_bytes]; ids must be in range. The first call compiles: 0.5 s, once a machine."""
+    _compiled(widest(destination), widest(source), dst_blocks, src_blocks)

@@ -1,0 +1,43 @@
+"""What one KV block looks like in memory, and the fingerprint under which two engines may pair."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+
+LAYOUT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVLayout:
+    """Block-major: one tensor [num_blocks, num_layers, 2 (K, V), num_kv_heads, block_size, head_dim]; a block is contiguous for all layers."""
+
+    model: str
+    """Fingerprint of the weights, not a name: two models of one shape must not pair."""
+    dtype: str
+    """"bfloat16", "float16", "float32" or "int64"."""
+    num_layers: int
+    num_kv_heads: int
+    block_size: int
+    head_dim: int
+
+    @property
+    def block_elements(self) -> int:
+        return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, all layers, K and V."""
+        return self.block_elements * {"bfloat16": 2, "float16": 2, "float32": 4, "int64": 8}[self.dtype]
+
+    @property
+    def token_bytes(self) -> int:
+        """KV bytes per token."""
+        return self.block_bytes // self.block_size
+
+    def shape(self, num_blocks: int) -> tuple[int, int, int, int, int, int]:
+        return (num_blocks, self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
+
+    def fingerprint(self) -> bytes:
+        """16 bytes; equal exactly when blocks may be copied byte for byte."""
+        text = json.dumps({"version": LAYOUT_VERSION, **asdict(self)}, sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=16).digest()

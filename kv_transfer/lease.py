@@ -1,0 +1,66 @@
+"""Lease words at the prefill side: 8 bytes a lease, in memory that decode engines can read.
+
+A decode engine reads the bytes of a block, passes a barrier, then reads the word. The prefill engine clears the word, passes a
+barrier, then frees the block. So whoever still sees the word has read bytes of before the clearing.
+"""
+
+import threading
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.errors import CapacityError
+
+Words = npt.NDArray[np.uint64]
+"""uint64 [num_slots]; 0 where no lease is live."""
+
+
+class LeaseTable:
+    """One prefill engine's lease words. `words` may lie in shared memory and is cleared here, before any cache is handed out."""
+
+    def __init__(self, words: Words, epoch: int) -> None:
+        self.num_slots = len(words)
+        self._words = words
+        self._lock = threading.Lock()
+        self._free = list(range(self.num_slots - 1, -1, -1))
+        self._epoch = epoch
+        self._counter = 0
+        words[:] = 0
+        self._barrier()
+
+    @property
+    def num_live(self) -> int:
+        """Slots allocated now."""
+        return self.num_slots - len(self._free)
+
+    def next_lease_id(self) -> int:
+        """`epoch << 32 | counter`, counter from 1: no value comes twice in the life of a deployment."""
+        self._counter += 1
+        if self._counter >> 32:
+            raise CapacityError(f"lease ids: epoch {self._epoch} has used all {2**32 - 1}")
+        return self._epoch << 32 | self._counter
+
+    def allocate(self) -> int | None:
+        """A slot whose word is 0; None when all are taken."""
+        return self._free.pop() if self._free else None
+
+    def free(self, slot: int) -> None:
+        """Gives a slot back, cleared before. It may be allocated again at once: its next word differs from every earlier one."""
+        if self._words[slot]:
+            raise ValueError(f"lease slot {slot} is freed while its word is {int(self._words[slot]):#x}")
+        self._free.append(slot)
+
+    def write(self, slot: int, lease_id: int) -> None:
+        """Makes the lease visible. The blocks' bytes must have been written before."""
+        self._barrier()
+        self._words[slot] = lease_id
+
+    def clear(self, slot: int) -> None:
+        """The fence: only after it may the lease's blocks be freed."""
+        self._words[slot] = 0
+        self._barrier()
+
+    def _barrier(self) -> None:
+        """Taking and releasing a lock is a full memory fence on every platform Python runs on."""
+        with self._lock:
+            pass

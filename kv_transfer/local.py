@@ -1,0 +1,127 @@
+"""A transport inside one process, for the simulator and tests: every pull moves when its driver says so, block by block.
+
+So a pull can fail, stop half way, or end after its lease died and its blocks were reused.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kv_transfer.lease import Words
+from kv_transfer.transport import Blocks, Endpoint
+from protocol.errors import LayoutMismatch, PullFailed
+
+
+@dataclass(slots=True)
+class Exported:
+    """One engine's readable memory. Arrays are the engine's own, not copies."""
+
+    cache: Blocks
+    words: Words
+
+
+@dataclass(slots=True)
+class LocalNetwork:
+    """Who can be reached: the driver puts exporters in and out. `pulls`: those under way, in the order they started."""
+
+    exported: dict[Endpoint, Exported] = field(default_factory=dict)
+    pulls: list["LocalPull"] = field(default_factory=list)
+
+    def export(self, endpoint: Endpoint, cache: Blocks, words: Words) -> None:
+        self.exported[endpoint] = Exported(cache, words)
+
+    def remove(self, endpoint: Endpoint) -> None:
+        """The exporter died: nobody can connect any more. Its pages stay readable for those who are connected."""
+        del self.exported[endpoint]
+
+
+class LocalPull:
+    """A pull whose bytes move when the driver calls `advance`; `fail` ends it, `cancel` makes the next `advance` end it."""
+
+    def __init__(
+        self,
+        network: LocalNetwork,
+        source: Blocks,
+        destination: Blocks,
+        pairs: list[tuple[int, int]],
+        notify: Callable[[], None],
+    ) -> None:
+        self._network, self._notify = network, notify
+        self._source = source
+        self.destination = destination
+        self.destination_blocks = [pair[1] for pair in pairs]
+        self._pairs = pairs
+        self._cancelled = False
+        self.num_blocks = len(pairs)
+        self.num_moved = 0
+        self.done = False
+        self.error = ""
+        network.pulls.append(self)
+
+    def poll(self) -> bool:
+        return self.done
+
+    def cancel(self) -> None:
+        self._cancelled = True
+
+    def advance(self, num_blocks: int | None = None) -> None:
+        """Copies the next `num_blocks` blocks (all that are left) as they are in the source now; terminal after the last."""
+        if self.done:
+            return
+        if self._cancelled:
+            self.fail("cancelled")
+            return
+        end = self.num_blocks if num_blocks is None else min(self.num_moved + num_blocks, self.num_blocks)
+        for source, destination in self._pairs[self.num_moved : end]:
+            self.destination[destination] = self._source[source]
+        self.num_moved = end
+        if end == self.num_blocks:
+            self._end("")
+
+    def fail(self, error: str) -> None:
+        """Terminal now, without the blocks that have not moved yet."""
+        if not self.done:
+            self._end(error)
+
+    def _end(self, error: str) -> None:
+        self.done, self.error = True, error
+        self._network.pulls.remove(self)
+        self._notify()
+
+
+class LocalPeer:
+    def __init__(self, network: LocalNetwork, exported: Exported, cache: Blocks, notify: Callable[[], None], immediate: bool) -> None:
+        self._network, self._exported, self._cache = network, exported, cache
+        self._notify, self._immediate = notify, immediate
+
+    def pull(self, src_blocks: Sequence[int], dst_blocks: Sequence[int]) -> LocalPull:
+        pairs = list(zip(src_blocks, dst_blocks, strict=True))
+        pull = LocalPull(self._network, self._exported.cache, self._cache, pairs, self._notify)
+        if self._immediate:
+            pull.advance()
+        return pull
+
+    def read_word(self, slot: int) -> int:
+        return int(self._exported.words[slot])
+
+    def close(self) -> None:
+        pass
+
+
+class LocalTransport:
+    """Pulls into `cache`. `immediate`: every pull is terminal before `pull` returns, for tests that care about nothing in between."""
+
+    name = "local"
+
+    def __init__(self, network: LocalNetwork, cache: Blocks, notify: Callable[[], None] = lambda: None, *, immediate: bool = False) -> None:
+        self._network, self._cache, self._notify, self._immediate = network, cache, notify, immediate
+
+    def connect(self, endpoint: Endpoint) -> LocalPeer:
+        exported = self._network.exported.get(endpoint)
+        if exported is None:
+            raise PullFailed(f"endpoint {endpoint!r} is gone")
+        if exported.cache.shape[1] != self._cache.shape[1]:
+            raise LayoutMismatch(f"blocks there have {exported.cache.shape[1]} bytes, here {self._cache.shape[1]}")
+        return LocalPeer(self._network, exported, self._cache, self._notify, self._immediate)
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,185 @@
+"""The legal transitions of a handoff, as data: one table for the prefill side, one for the decode side.
+
+The services call `advance` at each transition; what no table lists raises ProtocolError. Ignoring an event is listed, too, where the
+protocol says so. Guards, actions and timers live in the services; where a guard decides, an event has several next states and the
+service names the one it goes to.
+"""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import TypeVar
+
+from protocol.errors import ProtocolError
+
+
+class PrefillState(StrEnum):
+    """One attempt at the prefill engine. GONE: before its request and after its end."""
+
+    GONE = "gone"
+    WAITING = "waiting"
+    RUNNING = "running"
+    """Owns the blocks of its whole prompt. Leased, too, from its first handoff on."""
+    LEASED = "leased"
+    """Final handoff sent; the lease owns the blocks, the lease timer runs."""
+    REVOKING = "revoking"
+    """Wants its blocks back; the revoke timer runs until the decode engine answers."""
+
+
+class DecodeState(StrEnum):
+    """One attempt at the decode engine. GONE: before its first message and after its end."""
+
+    GONE = "gone"
+    EARLY = "early"
+    """A handoff without its request. No blocks."""
+    WAITING = "waiting"
+    """A request without blocks."""
+    RESERVED = "reserved"
+    """Owns its whole destination; pulls."""
+    DRAINING = "draining"
+    """Ended, but a pull still writes into its destination."""
+    RUNNING = "running"
+
+
+class PrefillEvent(StrEnum):
+    REQUEST = "request"
+    CANNOT_SERVE = "cannot_serve"
+    """Draining, or the prompt can never fit."""
+    ADMITTED = "admitted"
+    CHUNK = "chunk"
+    """A chunk was committed that is not the last."""
+    LAST_CHUNK = "last_chunk"
+    STEP_FAILED = "step_failed"
+    """The runner could not compute the step."""
+    ABORT = "abort"
+    DEADLINE = "deadline"
+    ROUTER_GONE = "router_gone"
+    DRAIN_DEADLINE = "drain_deadline"
+    PEER_LOST = "peer_lost"
+    RENEW = "renew"
+    CONSUMED = "consumed"
+    REFUSED = "refused"
+    LEASE_TIMER = "lease_timer"
+    REVOKE_TIMER = "revoke_timer"
+
+
+class DecodeEvent(StrEnum):
+    REQUEST = "request"
+    HANDOFF = "handoff"
+    BAD_HANDOFF = "bad_handoff"
+    """Its layout fingerprint differs from ours."""
+    CANNOT_SERVE = "cannot_serve"
+    RESERVED = "reserved"
+    ADMITTED = "admitted"
+    """To be prefilled here: no peer."""
+    PULL_STARTED = "pull_started"
+    PULL_VERIFIED = "pull_verified"
+    PULL_FAILED = "pull_failed"
+    """The bytes did not come, or the lease word had changed."""
+    PULL_ENDED = "pull_ended"
+    """Terminal either way, and nobody wants it."""
+    ARRIVED = "arrived"
+    """Final and all verified."""
+    STEP = "step"
+    FINISHED = "finished"
+    STEP_FAILED = "step_failed"
+    RETURNED = "returned"
+    """Preempted in mode remote."""
+    ABORT = "abort"
+    DEADLINE = "deadline"
+    ROUTER_GONE = "router_gone"
+    DRAIN_DEADLINE = "drain_deadline"
+    REVOKE = "revoke"
+    EARLY_TIMER = "early_timer"
+
+
+S = TypeVar("S", bound=StrEnum)
+E = TypeVar("E", bound=StrEnum)
+Table = Mapping[tuple[S, E], frozenset[S]]
+
+
+def advance(table: Table[S, E], state: S, event: E, to: S | None = None) -> S:
+    """The state after `event`. `to` is the one the guard chose; it may be left out where only one is listed.
+
+    Raises ProtocolError when the table does not list the event in this state, or not with this outcome.
+    """
+    listed = table.get((state, event))
+    if listed is None:
+        raise ProtocolError(f"{event} in state {state} is listed in no table")
+    if to is None:
+        if len(listed) > 1:
+            raise ProtocolError(f"{event} in state {state} leads to {', '.join(sorted(listed))}: name one")
+        return next(iter(listed))
+    if to not in listed:
+        raise ProtocolError(f"{event} leads from {state} to {', '.join(sorted(listed))}, never to {to}")
+    return to
+
+
+def _table(rows: list[tuple[tuple[S, ...], tuple[E, ...], tuple[S, ...] | None]]) -> Table[S, E]:
+    """Rows of (states, events, next states); None: stay. Raises ValueError for a pair given twice."""
+    table: dict[tuple[S, E], frozenset[S]] = {}
+    for states, events, following in rows:
+        for state in states:
+            for event in events:
+                if (state, event) in table:
+                    raise ValueError(f"{event} in state {state} is listed twice")
+                table[state, event] = frozenset(following or (state,))
+    return table
+
+
+def _prefill_table() -> Table[PrefillState, PrefillEvent]:
+    s, e = PrefillState, PrefillEvent
+    return _table(
+        [
+            ((s.GONE,), (e.REQUEST,), (s.WAITING,)),
+            ((s.GONE,), (e.ABORT, e.PEER_LOST, e.RENEW, e.CONSUMED, e.REFUSED), None),
+            # Of a step in flight when the attempt ended.
+            ((s.GONE,), (e.CHUNK, e.LAST_CHUNK, e.STEP_FAILED), None),
+            ((s.WAITING,), (e.CANNOT_SERVE,), (s.GONE,)),
+            ((s.WAITING,), (e.ADMITTED,), (s.RUNNING,)),
+            ((s.WAITING,), (e.ABORT, e.PEER_LOST, e.DEADLINE, e.ROUTER_GONE, e.DRAIN_DEADLINE), (s.GONE,)),
+            ((s.RUNNING,), (e.CHUNK, e.RENEW), None),
+            ((s.RUNNING,), (e.LAST_CHUNK,), (s.LEASED, s.REVOKING, s.GONE)),
+            # REVOKING once anything was handed off, GONE before.
+            ((s.RUNNING,), (e.ABORT, e.DEADLINE, e.ROUTER_GONE, e.DRAIN_DEADLINE, e.STEP_FAILED), (s.REVOKING, s.GONE)),
+            ((s.RUNNING,), (e.PEER_LOST, e.REFUSED), (s.GONE,)),
+            ((s.LEASED,), (e.RENEW,), None),
+            ((s.LEASED,), (e.ABORT, e.ROUTER_GONE, e.DRAIN_DEADLINE), (s.REVOKING,)),
+            ((s.LEASED,), (e.PEER_LOST, e.CONSUMED, e.REFUSED, e.LEASE_TIMER), (s.GONE,)),
+            ((s.REVOKING,), (e.CHUNK, e.LAST_CHUNK, e.STEP_FAILED, e.DEADLINE, e.ROUTER_GONE, e.ABORT, e.RENEW), None),
+            ((s.REVOKING,), (e.PEER_LOST, e.CONSUMED, e.REFUSED, e.REVOKE_TIMER), (s.GONE,)),
+        ]
+    )
+
+
+def _decode_table() -> Table[DecodeState, DecodeEvent]:
+    s, e = DecodeState, DecodeEvent
+    return _table(
+        [
+            # GONE: the table of early handoffs is full, so it is refused.
+            ((s.GONE,), (e.HANDOFF,), (s.EARLY, s.GONE)),
+            ((s.GONE,), (e.REQUEST,), (s.WAITING,)),
+            ((s.GONE,), (e.REVOKE, e.ABORT), None),
+            ((s.EARLY,), (e.HANDOFF,), None),
+            ((s.EARLY,), (e.REQUEST,), (s.WAITING,)),
+            ((s.EARLY,), (e.EARLY_TIMER, e.REVOKE, e.ROUTER_GONE, e.DRAIN_DEADLINE), (s.GONE,)),
+            ((s.WAITING, s.RESERVED), (e.HANDOFF,), None),
+            ((s.WAITING,), (e.BAD_HANDOFF, e.CANNOT_SERVE), (s.GONE,)),
+            ((s.WAITING,), (e.RESERVED,), (s.RESERVED,)),
+            ((s.WAITING,), (e.ADMITTED,), (s.RUNNING,)),
+            ((s.WAITING,), (e.ABORT, e.DEADLINE, e.ROUTER_GONE, e.DRAIN_DEADLINE, e.REVOKE), (s.GONE,)),
+            ((s.RESERVED,), (e.PULL_STARTED, e.PULL_VERIFIED), None),
+            ((s.RESERVED,), (e.PULL_FAILED,), (s.GONE,)),
+            ((s.RESERVED,), (e.ARRIVED,), (s.RUNNING,)),
+            # DRAINING while a pull is in flight, GONE otherwise.
+            ((s.RESERVED,), (e.BAD_HANDOFF, e.ABORT, e.DEADLINE, e.ROUTER_GONE, e.DRAIN_DEADLINE, e.REVOKE), (s.DRAINING, s.GONE)),
+            ((s.DRAINING,), (e.PULL_ENDED,), (s.GONE,)),
+            ((s.DRAINING,), (e.REQUEST, e.HANDOFF, e.BAD_HANDOFF, e.ABORT, e.DEADLINE, e.ROUTER_GONE, e.DRAIN_DEADLINE, e.REVOKE), None),
+            ((s.RUNNING,), (e.STEP, e.REVOKE), None),
+            ((s.RUNNING,), (e.FINISHED, e.STEP_FAILED, e.RETURNED), (s.GONE,)),
+            ((s.RUNNING,), (e.ABORT, e.DEADLINE, e.ROUTER_GONE, e.DRAIN_DEADLINE), (s.GONE,)),
+        ]
+    )
+
+
+PREFILL_TABLE = _prefill_table()
+DECODE_TABLE = _decode_table()

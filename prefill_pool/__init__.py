@@ -1,0 +1,1 @@
+"""Engines that compute prompts and offer their KV under a lease."""

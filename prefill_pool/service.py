@@ -1,0 +1,450 @@
+"""A prefill engine's life of a request: P's table of the handoff protocol, row by row (states in kv_transfer/state.py).
+
+ 1. `GenerateRequest`: joins the scheduler's line                                    WAITING
+ 2. admitted: all prompt blocks are taken at once, chunks are computed                RUNNING
+ 3. after each chunk: the lease word is written, the ready blocks are offered         RUNNING
+ 4. last chunk: first token to the router, final offer to decode, lease timer starts  LEASED
+ 5. `KVRelease(consumed)`: word cleared, blocks freed                                 gone
+ 6. whatever else ends an offered request: `KVRevoke`, then decode's answer or a fence  REVOKING, gone
+
+Safety is one order, kept in `_free`: clear the word, pass a barrier, then free.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+from engine.runner import Batch, StepOutput
+from engine.scheduler import PromptDone, Scheduler
+from engine.sequence import Request
+from kv_transfer.config import TransferConfig
+from kv_transfer.lease import LeaseTable
+from kv_transfer.state import PREFILL_TABLE, PrefillEvent, PrefillState, advance
+from protocol.clock import Clock
+from protocol.errors import InvalidRequest, ProtocolError
+from protocol.messages import (
+    AbortRequest,
+    Address,
+    Drain,
+    EndKind,
+    Envelope,
+    GenerateRequest,
+    Hello,
+    KVHandoff,
+    KVRelease,
+    KVRenew,
+    KVRevoke,
+    Message,
+    ReplicaStatus,
+    RequestKey,
+    RouterStatus,
+)
+from protocol.router_link import LinkConfig, RouterLink, Rows
+from protocol.timeline import Timeline
+from protocol.timers import Timers
+
+_LAST_TRAYS = 8
+
+
+@dataclass(slots=True)
+class Prefill:
+    """One attempt on this engine. Its blocks are the scheduler's until the last commit or the revoke, ours (`block_ids`) after."""
+
+    request: GenerateRequest
+    timeline: Timeline
+    state: PrefillState = PrefillState.GONE
+    block_ids: list[int] | None = None
+    lease_id: int = 0
+    """0 until the first handoff is sent."""
+    lease_slot: int = -1
+    num_offered_tokens: int = 0
+    final_sent: bool = False
+    report: bool = False
+    """In REVOKING: the router is told when it is over."""
+    num_cached_tokens: int = 0
+
+    @property
+    def peer(self) -> Address:
+        if self.request.peer is None:
+            raise ProtocolError(f"{self.request.key}: a prefill request names no decode peer")
+        return self.request.peer
+
+
+class Lease(NamedTuple):
+    slot: int
+    lease_id: int
+    block_ids: list[int]
+
+
+class PrefillService:
+    """Decides; executes nothing. A shell or the simulator drives it: handle, tick, schedule, commit, and an outbox."""
+
+    def __init__(
+        self,
+        *,
+        address: Address,
+        scheduler: Scheduler,
+        leases: LeaseTable,
+        config: TransferConfig,
+        link: LinkConfig,
+        hello: Hello,
+        clock: Clock,
+    ) -> None:
+        self.address = address
+        self.outbox: list[tuple[Address, Message]] = []
+        self._scheduler = scheduler
+        self._leases = leases
+        self._config = config
+        self._hello = hello
+        self._clock = clock
+        self._link = RouterLink(link, clock, self.outbox)
+        self._entries: dict[RequestKey, Prefill] = {}
+        self.timers: Timers[tuple[str, RequestKey]] = Timers()
+        self._drain_at: float | None = None
+        self._num_arrivals = 0
+        self._trays: deque[Batch] = deque(maxlen=_LAST_TRAYS)
+        self.counters: dict[str, float] = dict.fromkeys(
+            ("requests", "prompt_tokens", "cached_tokens", "steps", "step_seconds", "handoffs", "consumed", "refused", "expired", "timers_fired", "ignored"), 0
+        )
+        self._handlers: dict[type, Callable[[Envelope], None]] = {
+            GenerateRequest: self._on_generate,
+            AbortRequest: self._on_abort,
+            KVRelease: self._on_release,
+            KVRenew: self._on_renew,
+            RouterStatus: lambda envelope: None,
+            Drain: self._on_drain,
+        }
+
+    # ---- the four verbs of a service
+
+    def handle(self, envelope: Envelope) -> None:
+        """One message, in its sender's order. Stale epochs are dropped here."""
+        message = envelope.message
+        if envelope.sender.replica_id == self._link.address.replica_id:
+            if envelope.sender.epoch < self._link.epoch:
+                self.counters["ignored"] += 1
+                return
+            self._meet_router(envelope.sender.epoch)
+            self._link.heard()
+        if envelope.receiver != self.address:
+            self.counters["ignored"] += 1
+            return
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            raise ProtocolError(f"{type(message).__name__} is no message for a prefill engine")
+        handler(envelope)
+        self._link.flush()
+
+    def tick(self) -> None:
+        """Timers, the router's silence, the drain deadline, the status."""
+        now = self._clock()
+        for kind, key in self.timers.due(now):
+            entry = self._entries.get(key)
+            if entry is None:
+                continue  # ended by a timer that was due in the same tick
+            self.counters["timers_fired"] += 1
+            if kind == "lease":
+                self._on_lease_timer(entry)
+            elif kind == "revoke":
+                self._on_revoke_timer(entry)
+            else:
+                self._on_deadline(entry)
+        if self._link.silent():
+            self._router_gone()
+        if self._drain_at is not None and now >= self._drain_at:
+            self._on_drain_deadline()
+        self._link.flush()
+        seq = self._link.status_due()
+        if seq is not None:
+            self._link.send_status(self._status(seq))
+            if self.idle:
+                self.check_idle()
+
+    def schedule(self) -> Batch | None:
+        batch = self._scheduler.schedule()
+        events = self._scheduler.take_events()
+        for key, num_cached in events.admitted:
+            entry = self._entries[key]
+            self._move(entry, PrefillEvent.ADMITTED, PrefillState.RUNNING)
+            entry.num_cached_tokens = num_cached
+            entry.timeline.enter("prefill")
+            self.counters["cached_tokens"] += num_cached
+        if batch is not None:
+            self._trays.append(batch)
+        return batch
+
+    def commit(self, output: StepOutput) -> None:
+        """A step was executed: offers what has become ready, hands over what is complete."""
+        committed = self._scheduler.commit(output)
+        self.counters["steps"] += 1
+        self.counters["step_seconds"] += output.seconds
+        self.counters["prompt_tokens"] += committed.batch.num_tokens
+        for key, num_computed in committed.progressed:
+            entry = self._entries[key]
+            self._move(entry, PrefillEvent.CHUNK, PrefillState.RUNNING)
+            num_ready = num_computed // self._hello.block_size * self._hello.block_size
+            if num_ready > entry.num_offered_tokens:
+                self._offer(entry, self._scheduler.block_ids(key), num_ready)
+        for done in committed.prompts:
+            self._on_prompt_done(self._entries[done.key], done)
+        rows = Rows(
+            slots=committed.slots,
+            attempts=committed.attempts,
+            offsets=committed.offsets,
+            counts=committed.counts,
+            token_ids=committed.token_ids,
+        )
+        self._link.flush(rows)
+
+    def step_failed(self, error: str) -> None:
+        """The runner could not execute the oldest step in flight: its requests fail, all others stay."""
+        for key in self._scheduler.fail_step():
+            entry = self._entries[key]
+            if not entry.lease_id:
+                self._end(entry, PrefillEvent.STEP_FAILED, "failed", error)
+            else:
+                self._revoke(entry, PrefillEvent.STEP_FAILED, "step failed", report=True)
+        self._link.flush()
+
+    def router_gone(self) -> None:
+        """The shell found a lasting gap in the router's messages."""
+        self._router_gone()
+
+    # ---- what shells and tests may ask
+
+    @property
+    def idle(self) -> bool:
+        """Nothing live: no request, no lease."""
+        return not self._entries and self._scheduler.idle
+
+    @property
+    def drained(self) -> bool:
+        return self._drain_at is not None and self.idle
+
+    def leases(self) -> list[Lease]:
+        """All live leases."""
+        return [
+            Lease(entry.lease_slot, entry.lease_id, entry.block_ids or self._scheduler.block_ids(key))
+            for key, entry in self._entries.items()
+            if entry.lease_id
+        ]
+
+    def check_idle(self) -> None:
+        """Raises ProtocolError unless every block is free and no word is set (I2)."""
+        self._scheduler.check_idle()
+        if self._leases.num_live:
+            raise ProtocolError(f"{self._leases.num_live} lease slots are taken in an idle prefill engine")
+
+    # ---- messages
+
+    def _on_generate(self, envelope: Envelope) -> None:
+        message = cast(GenerateRequest, envelope.message)
+        if message.key in self._entries:
+            raise ProtocolError(f"{message.key} was dispatched twice")
+        entry = Prefill(message, Timeline(self._clock, "prefill_queue"))
+        self._entries[message.key] = entry
+        self._move(entry, PrefillEvent.REQUEST, PrefillState.WAITING)
+        self.counters["requests"] += 1
+        if self._drain_at is not None:
+            self._end(entry, PrefillEvent.CANNOT_SERVE, "failed", "draining")
+            return
+        self._num_arrivals += 1
+        try:
+            self._scheduler.add(Request.from_message(message, kv="offer", arrival=self._num_arrivals))
+        except InvalidRequest as error:
+            self._end(entry, PrefillEvent.CANNOT_SERVE, "failed", str(error))
+            return
+        if message.deadline_s is not None:
+            self.timers.set(("deadline", message.key), self._clock() + message.deadline_s)
+
+    def _on_abort(self, envelope: Envelope) -> None:
+        message = cast(AbortRequest, envelope.message)
+        entry = self._entries.get(message.key)
+        if entry is None:
+            self.counters["ignored"] += 1
+        elif not entry.lease_id:
+            self._end(entry, PrefillEvent.ABORT, None)
+        elif message.reason == "peer_lost":
+            self._tell_revoked(entry, "peer lost")
+            self._forget(entry, PrefillEvent.PEER_LOST)
+        elif entry.state is PrefillState.REVOKING:
+            self._move(entry, PrefillEvent.ABORT, PrefillState.REVOKING)
+            entry.report = False
+        else:
+            self._revoke(entry, PrefillEvent.ABORT, message.reason, report=False)
+
+    def _on_release(self, envelope: Envelope) -> None:
+        message = cast(KVRelease, envelope.message)
+        entry = self._entries.get(message.key)
+        if entry is None or entry.lease_id != message.lease_id:
+            self.counters["ignored"] += 1
+            return
+        self.counters[message.outcome] += 1
+        if message.outcome == "consumed":
+            if not entry.final_sent:
+                raise ProtocolError(f"{message.key}: consumed before the final handoff")
+            self._forget(entry, PrefillEvent.CONSUMED)
+        elif entry.state is PrefillState.REVOKING:
+            if entry.report:
+                self._link.end(message.key, entry.request.slot, "failed", error=message.reason or "lease refused")
+            self._forget(entry, PrefillEvent.REFUSED)
+        else:
+            self._tell_revoked(entry, "refused")
+            self._forget(entry, PrefillEvent.REFUSED)
+
+    def _on_renew(self, envelope: Envelope) -> None:
+        for key, lease_id in cast(KVRenew, envelope.message).leases:
+            entry = self._entries.get(key)
+            if entry is not None and entry.lease_id == lease_id and entry.state is PrefillState.LEASED:
+                self.timers.set(("lease", key), self._clock() + self._config.lease_s)
+
+    def _on_drain(self, envelope: Envelope) -> None:
+        self._drain_at = self._clock() + cast(Drain, envelope.message).deadline_s
+
+    # ---- steps
+
+    def _on_prompt_done(self, entry: Prefill, done: PromptDone) -> None:
+        """The last chunk: ownership of the blocks passes from the scheduler to this entry."""
+        request = entry.request
+        entry.block_ids = done.block_ids
+        self.timers.cancel(("deadline", request.key))
+        self._link.stages(request.key, request.slot, entry.timeline.close(), entry.num_cached_tokens)
+        if done.finish_reason is None:
+            self._offer(entry, done.block_ids, len(request.prompt_token_ids), done.first_token_id)
+            self._move(entry, PrefillEvent.LAST_CHUNK, PrefillState.LEASED)
+            self.timers.set(("lease", request.key), self._clock() + self._config.lease_s)
+            return
+        self._link.end(request.key, request.slot, "finished", finish_reason=done.finish_reason)
+        if entry.lease_id:
+            self._revoke(entry, PrefillEvent.LAST_CHUNK, "finished", report=False)
+        else:
+            self._forget(entry, PrefillEvent.LAST_CHUNK)
+
+    def _offer(self, entry: Prefill, block_ids: list[int], num_ready: int, first_token_id: int | None = None) -> None:
+        """Writes the word once, then sends a handoff. The blocks' bytes are in memory: their step has been committed."""
+        if not entry.lease_id:
+            slot = self._leases.allocate()
+            if slot is None:
+                raise ProtocolError("no lease slot is free: the table must have one per block")
+            entry.lease_slot, entry.lease_id = slot, self._leases.next_lease_id()
+            self._leases.write(slot, entry.lease_id)
+        entry.num_offered_tokens = num_ready
+        entry.final_sent = first_token_id is not None
+        self.counters["handoffs"] += 1
+        handoff = KVHandoff(
+            key=entry.request.key,
+            lease_id=entry.lease_id,
+            lease_slot=entry.lease_slot,
+            lease_s=self._config.lease_s,
+            block_ids=tuple(block_ids),
+            num_ready_tokens=num_ready,
+            final=entry.final_sent,
+            first_token_id=first_token_id,
+            layout_fingerprint=self._hello.layout_fingerprint,
+        )
+        self.outbox.append((entry.peer, handoff))
+
+    # ---- timers and the like
+
+    def _on_lease_timer(self, entry: Prefill) -> None:
+        self.counters["expired"] += 1
+        self._link.end(entry.request.key, entry.request.slot, "failed", error="lease_expired")
+        self._tell_revoked(entry, "lease_expired")
+        self._forget(entry, PrefillEvent.LEASE_TIMER)
+
+    def _on_revoke_timer(self, entry: Prefill) -> None:
+        self.counters["expired"] += 1
+        if entry.report:
+            self._link.end(entry.request.key, entry.request.slot, "failed", error="revoke_expired")
+        self._forget(entry, PrefillEvent.REVOKE_TIMER)
+
+    def _on_deadline(self, entry: Prefill) -> None:
+        if entry.state is PrefillState.REVOKING:
+            self._move(entry, PrefillEvent.DEADLINE, PrefillState.REVOKING)
+        elif not entry.lease_id:
+            self._end(entry, PrefillEvent.DEADLINE, "aborted", "deadline")
+        else:
+            self._link.end(entry.request.key, entry.request.slot, "aborted", error="deadline")
+            self._revoke(entry, PrefillEvent.DEADLINE, "deadline", report=False)
+
+    def _on_drain_deadline(self) -> None:
+        for entry in list(self._entries.values()):
+            if not entry.lease_id:
+                self._end(entry, PrefillEvent.DRAIN_DEADLINE, "returned", "drained")
+            elif entry.state is not PrefillState.REVOKING:
+                self._revoke(entry, PrefillEvent.DRAIN_DEADLINE, "drained", report=True)
+
+    def _meet_router(self, epoch: int) -> None:
+        """A newer router has spoken: all older keys end, and it learns who we are."""
+        if self._link.observe(epoch):
+            self._router_gone()
+            self.outbox.append((self._link.address, self._hello))
+
+    def _router_gone(self) -> None:
+        for entry in list(self._entries.values()):
+            if not entry.lease_id:
+                self._end(entry, PrefillEvent.ROUTER_GONE, None)
+            elif entry.state is PrefillState.REVOKING:
+                self._move(entry, PrefillEvent.ROUTER_GONE, PrefillState.REVOKING)
+                entry.report = False
+            else:
+                self._revoke(entry, PrefillEvent.ROUTER_GONE, "router gone", report=False)
+
+    # ---- endings; every path out goes through `_forget`
+
+    def _end(self, entry: Prefill, event: PrefillEvent, kind: EndKind | None, error: str = "") -> None:
+        """Ends an attempt that was never offered."""
+        if kind is not None:
+            self._link.end(entry.request.key, entry.request.slot, kind, error=error)
+        self._forget(entry, event)
+
+    def _tell_revoked(self, entry: Prefill, reason: str) -> None:
+        self.outbox.append((entry.peer, KVRevoke(key=entry.request.key, lease_id=entry.lease_id, reason=reason)))
+
+    def _revoke(self, entry: Prefill, event: PrefillEvent, reason: str, *, report: bool) -> None:
+        """Stops computing, asks decode for the lease back, and waits for its answer or the revoke timer."""
+        key = entry.request.key
+        self._move(entry, event, PrefillState.REVOKING)
+        if entry.block_ids is None:
+            entry.block_ids = self._scheduler.detach(key)
+        entry.report = report
+        self.timers.cancel(("lease", key))
+        self.timers.set(("revoke", key), self._clock() + self._config.revoke_s)
+        self._tell_revoked(entry, reason)
+
+    def _forget(self, entry: Prefill, event: PrefillEvent) -> None:
+        """Fence, free, gone. A step in flight keeps its blocks until its commit (the block manager sees to it)."""
+        key = entry.request.key
+        self._move(entry, event, PrefillState.GONE)
+        if entry.lease_id:
+            self._leases.clear(entry.lease_slot)
+            self._leases.free(entry.lease_slot)
+        if entry.block_ids is None:
+            self._scheduler.abort(key)
+        else:
+            self._scheduler.blocks.free(entry.block_ids)
+        for kind in ("lease", "revoke", "deadline"):
+            self.timers.cancel((kind, key))
+        del self._entries[key]
+
+    def _move(self, entry: Prefill, event: PrefillEvent, state: PrefillState) -> None:
+        entry.state = advance(PREFILL_TABLE, entry.state, event, state)
+
+    def _status(self, seq: int) -> ReplicaStatus:
+        scheduler = self._scheduler
+        added, removed = scheduler.blocks.take_hash_changes()
+        return ReplicaStatus(
+            state="up" if self._drain_at is None else "draining",
+            seq=seq,
+            num_waiting=scheduler.num_waiting,
+            num_running=scheduler.num_running,
+            num_leases=self._leases.num_live,
+            num_pulls=0,
+            num_early_handoffs=0,
+            num_free_blocks=scheduler.num_free_blocks,
+            counters=dict(self.counters),
+            last_trays=tuple(batch.tray() for batch in self._trays),
+            hashes_added=added,
+            hashes_removed=removed,
+        )

@@ -1,0 +1,1 @@
+"""What processes say to each other: messages, delivery, block hashes, errors, clock, timeline. The leaf of the tree."""

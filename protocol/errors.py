@@ -1,0 +1,123 @@
+"""The system's error tree. The router maps each leaf to a gRPC status; `retryable` says whether trying again can help.
+
+    TwopassError
+    ├── RequestError                  one request; nobody else is harmed
+    │   ├── InvalidRequest            INVALID_ARGUMENT    no    names field, value and limit
+    │   ├── Overloaded                RESOURCE_EXHAUSTED  yes   names when to retry
+    │   ├── Draining                  UNAVAILABLE         yes
+    │   ├── DeadlineExceeded          DEADLINE_EXCEEDED   no
+    │   ├── RequestCancelled          CANCELLED           no
+    │   └── RequestFailed             UNAVAILABLE         yes   all attempts were spent
+    ├── StartupError                  nothing was started
+    │   ├── ConfigError               an unknown key, a bad value, knobs that contradict each other
+    │   ├── ModelError                missing or damaged weights, unknown architecture
+    │   └── CapacityError             memory, shared memory or a port is not to be had
+    ├── TransferError                 one KV transfer; the attempt fails, the request is retried
+    │   ├── LayoutMismatch            the two caches do not look alike
+    │   ├── PullFailed                bytes did not arrive
+    │   └── LeaseLost                 they arrived, but the lease word had changed
+    └── ProtocolError                 a bug: a message or transition that no table lists
+"""
+
+
+class TwopassError(Exception):
+    """Root of everything twopass raises on purpose."""
+
+    retryable = False
+
+
+class RequestError(TwopassError):
+    """Ends one request; `code` is the name of its gRPC status."""
+
+    code = "INTERNAL"
+
+
+class InvalidRequest(RequestError):
+    """The request can never be served as asked.
+
+    `field` is the name as the user wrote it, `value` what was given (shortened by the caller when long),
+    `limit` the rule it broke in words or numbers.
+    """
+
+    code = "INVALID_ARGUMENT"
+
+    def __init__(self, field: str, value: object, limit: str) -> None:
+        super().__init__(f"{field}: {value} is not allowed: {limit}")
+        self.field, self.value, self.limit = field, value, limit
+
+
+class Overloaded(RequestError):
+    """Every place in the queue is taken. `retry_after_s` is a hint in seconds."""
+
+    code = "RESOURCE_EXHAUSTED"
+    retryable = True
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(f"{message}; retry in {retry_after_s:g} s")
+        self.retry_after_s = retry_after_s
+
+
+class Draining(RequestError):
+    """The deployment is going down and takes nothing new."""
+
+    code = "UNAVAILABLE"
+    retryable = True
+
+
+class DeadlineExceeded(RequestError):
+    """The request's own deadline passed before its answer was complete."""
+
+    code = "DEADLINE_EXCEEDED"
+
+
+class RequestCancelled(RequestError):
+    """The client went away or asked to stop."""
+
+    code = "CANCELLED"
+
+
+class RequestFailed(RequestError):
+    """Every attempt ended in a failure."""
+
+    code = "UNAVAILABLE"
+    retryable = True
+
+
+class StartupError(TwopassError):
+    """The deployment cannot start; nothing was left running."""
+
+
+class ConfigError(StartupError):
+    """A key or value in the configuration is wrong."""
+
+
+class ModelError(StartupError):
+    """The model directory cannot be served."""
+
+
+class CapacityError(StartupError):
+    """The machine lacks memory, shared memory or a free port."""
+
+
+class TransferError(TwopassError):
+    """One KV transfer went wrong."""
+
+    retryable = True
+
+
+class LayoutMismatch(TransferError):
+    """Two caches with unequal layout fingerprints were about to be paired."""
+
+    retryable = False
+
+
+class PullFailed(TransferError):
+    """The bytes of a pull did not arrive."""
+
+
+class LeaseLost(TransferError):
+    """The lease word no longer named this lease after the bytes had arrived."""
+
+
+class ProtocolError(TwopassError):
+    """A message or transition that no table of the protocol lists: a bug in this code."""

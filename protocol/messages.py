@@ -1,0 +1,250 @@
+"""Messages between router, prefill and decode engines. Ids and numbers only; frozen; keyword-only.
+
+    R = router, P = prefill engine, D = decode engine
+
+    GenerateRequest  R -> P, D    start one attempt of a request
+    AbortRequest     R -> P, D    end it
+    KVHandoff        P -> D       blocks that are ready, under a lease
+    KVRenew          D -> P       leases still wanted
+    KVRelease        D -> P       the one answer to a lease
+    KVRevoke         P -> D       the lease is to end
+    StepTokens       P, D -> R    all tokens and ends of one engine step
+    ReplicaStatus    P, D -> R    liveness and load, every second
+    RouterStatus     R -> P, D    liveness and room, every second
+    Hello            P, D -> R    an engine has started
+    PeerUp           R -> D       a prefill engine's endpoint
+    Drain            R -> P, D    take nothing new, be done by then
+    PeerGap          P, D -> R    messages of this sender are missing for good
+
+Sender, receiver and sequence number travel in the `Envelope`. Times are durations in seconds: no process reads another's clock.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+
+ROUTER_ID = "router"
+
+Role = Literal["prefill", "decode", "alone"]
+FinishReason = Literal["stop", "length"]
+EndKind = Literal["finished", "aborted", "failed", "returned"]
+AbortReason = Literal["client", "deadline", "superseded", "peer_lost"]
+
+
+class Address(NamedTuple):
+    """One life of one process: a replica that comes back has a higher epoch."""
+
+    replica_id: str
+    epoch: int
+
+
+class RequestKey(NamedTuple):
+    """One attempt of one request; dispatched once."""
+
+    router_epoch: int
+    request_id: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen and when the answer ends."""
+
+    temperature: float = 0.0
+    seed: int | None = None
+    """The router draws a missing one, so that every attempt of a request uses the same."""
+    stop_token_ids: tuple[int, ...] = ()
+    """End the answer, and are part of it. The model's end-of-sequence ids are added by the engine unless `ignore_eos`."""
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """R -> P and D: one attempt. `prompt_token_ids` = prompt + tokens already delivered (int32); `offset` counts the latter."""
+
+    key: RequestKey
+    slot: int
+    role: Role
+    peer: Address | None
+    prompt_token_ids: Int32
+    offset: int
+    max_tokens: int
+    sampling: SamplingParams
+    priority: int = 0
+    deadline_s: float | None = None
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbortRequest:
+    key: RequestKey
+    reason: AbortReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVHandoff:
+    """P -> D: `num_ready_tokens` of the prompt lie in `block_ids` (all of the prompt's, in order) under this lease.
+
+    Cumulative; whole blocks unless `final`. The source stays readable until the lease word changes.
+    """
+
+    key: RequestKey
+    lease_id: int
+    lease_slot: int
+    lease_s: float
+    block_ids: tuple[int, ...]
+    num_ready_tokens: int
+    final: bool
+    first_token_id: int | None
+    layout_fingerprint: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVRenew:
+    leases: tuple[tuple[RequestKey, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVRelease:
+    """D -> P, once per lease. `num_bytes` and `seconds`: what the pulls moved and how long they took."""
+
+    key: RequestKey
+    lease_id: int
+    outcome: Literal["consumed", "refused"]
+    reason: str = ""
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVRevoke:
+    key: RequestKey
+    lease_id: int
+    reason: str
+
+
+class End(NamedTuple):
+    """The end of one attempt, beside the arrays of `StepTokens`."""
+
+    slot: int
+    attempt: int
+    kind: EndKind
+    finish_reason: FinishReason | None = None
+    error: str = ""
+
+
+class StageSeconds(NamedTuple):
+    """Seconds one attempt spent in each stage of this engine: sent with its first token and with its end."""
+
+    slot: int
+    attempt: int
+    seconds: dict[str, float]
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTokens:
+    """P, D -> R: one row per request that got tokens in this step (or ended).
+
+    `slots`, `attempts`, `offsets`, `counts`: [num_rows]; row i owns the next `counts[i]` entries of `token_ids` and its first token
+    has index `offsets[i]` in the whole answer. `ends` may name slots without a row.
+    """
+
+    router_epoch: int
+    slots: Int64
+    attempts: Int32
+    offsets: Int32
+    counts: Int32
+    token_ids: Int32
+    ends: tuple[End, ...] = ()
+    stages: tuple[StageSeconds, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaStatus:
+    """P, D -> R: liveness and load only; no request changes state because of a number in here.
+
+    `counters` are cumulative within the epoch. `hashes_added`/`hashes_removed`: prefix-cache changes since the status before.
+    """
+
+    state: Literal["up", "draining"]
+    seq: int
+    num_waiting: int
+    num_running: int
+    num_leases: int
+    num_pulls: int
+    num_early_handoffs: int
+    num_free_blocks: int
+    counters: dict[str, float] = field(default_factory=dict)
+    last_trays: tuple[dict[str, int], ...] = ()
+    hashes_added: tuple[bytes, ...] = ()
+    hashes_removed: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterStatus:
+    router_epoch: int
+    seq: int
+    prefill_room_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """An engine has started. `endpoint`: opaque to everyone but its peers' transport."""
+
+    role: Literal["prefill", "decode"]
+    layout_fingerprint: bytes
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_model_len: int
+    endpoint: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerUp:
+    peer: Address
+    endpoint: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drain:
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerGap:
+    """Messages from `peer` are missing for longer than `gap_timeout_s`: it, or the way from it, is dead."""
+
+    peer: Address
+
+
+Message = (
+    GenerateRequest
+    | AbortRequest
+    | KVHandoff
+    | KVRenew
+    | KVRelease
+    | KVRevoke
+    | StepTokens
+    | ReplicaStatus
+    | RouterStatus
+    | Hello
+    | PeerUp
+    | Drain
+    | PeerGap
+)
+
+
+class Envelope(NamedTuple):
+    """A message on its way. `seq` counts from 0 per (sender, receiver) pair of addresses."""
+
+    sender: Address
+    receiver: Address
+    seq: int
+    message: Message

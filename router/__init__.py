@@ -1,0 +1,1 @@
+"""Front doors, admission, policy, and the life of every request."""

@@ -1,0 +1,99 @@
+"""The router as one process: core, front door and gRPC server on one event loop. Plain class; the composition root makes it a Ray actor.
+
+Asynchronous, because it serves its own sockets; Ray does not keep the order of calls on such actors, `protocol.delivery` restores it.
+"""
+
+import asyncio
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from protocol.delivery import Incoming, Outgoing
+from protocol.messages import Address, Envelope, Message
+from router.config import RouterConfig
+from router.frontdoor import FrontDoor, Model
+from router.policy import Replica
+from router.router import Router
+from router.server import Server
+from router.tokenizer import load_tokenizer
+
+SWITCH_INTERVAL_S = 0.0005
+"""How long a busy thread (tokenisation) keeps the interpreter from the event loop: at Python's 5 ms every message may wait that long."""
+STOP_GRACE_S = 1.0
+"""Open calls get this long to read what they have, after a drain or without one."""
+
+
+class RouterActor:
+    """`model_dir` None: prompts and answers are numbers. `send` must not block."""
+
+    def __init__(
+        self, address: Address, config: RouterConfig, model_dir: Path | None, vocab_size: int, send: Callable[[Envelope], None]
+    ) -> None:
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self._config = config
+        self._incoming, self._outgoing = Incoming(address, time.monotonic), Outgoing(address)
+        self._send = send
+        self._core = Router(config, address=address, clock=time.monotonic, seed=time.time_ns())
+        self._model_dir, self._vocab_size = model_dir, vocab_size
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> int:
+        """Loads the tokenizer and listens; returns the port. Raises StartupError."""
+        tokenizer = load_tokenizer(self._model_dir, self._vocab_size)
+        model = Model(self._model_dir.name if self._model_dir else "arithmetic", self._vocab_size)
+        self._door = FrontDoor(self._core, tokenizer, self._config, model, send=self._post, clock=time.monotonic)
+        self._server = Server(self._door, self._config)
+        port = await self._server.start()
+        self._serving = asyncio.create_task(self._server.wait())
+        return port
+
+    async def deliver(self, envelope: Envelope) -> None:
+        for ordered in self._incoming.accept(envelope):
+            self._door.deliver(ordered)
+
+    async def replica_started(self, address: Address) -> None:
+        """The supervisor has started an engine; the core's next tick greets it."""
+        self._core.replica_started(address)
+
+    async def replica_down(self, address: Address) -> None:
+        """An engine's process is gone."""
+        self._incoming.forget(address)
+        self._core.replica_down(address)
+
+    async def failure(self) -> str:
+        """Why the router can no longer work; empty while it can."""
+        if self._serving is None or not self._serving.done():
+            return ""
+        error = self._serving.exception()
+        return "".join(traceback.format_exception(error)) if error else "its server has stopped"
+
+    async def take_lost(self) -> list[Address]:
+        """Engines that are to be ended because their messages have a lasting gap; each is named once."""
+        for address in self._incoming.lost():
+            self._core.declare_lost(address)
+        lost, self._core.lost = self._core.lost, []
+        return lost
+
+    async def ready(self) -> bool:
+        return self._core.ready
+
+    async def loads(self) -> list[Replica]:
+        """What is known of every engine, its last status included."""
+        return list(self._core.replicas())
+
+    async def drain(self, deadline_s: float) -> None:
+        """Takes nothing new; what is open by the deadline ends with an error."""
+        self._core.drain(deadline_s)
+
+    async def num_open(self) -> int:
+        return self._core.num_open
+
+    async def stop(self) -> None:
+        """Closes the port and ends open calls."""
+        if self._serving is not None:
+            await self._server.stop(STOP_GRACE_S)
+
+    def _post(self, receiver: Address, message: Message) -> None:
+        self._send(self._outgoing.envelope(receiver, message))

@@ -1,0 +1,95 @@
+"""Who gets in, and in which order they wait: checks against what the engines can ever hold, and one bounded queue."""
+
+import heapq
+from dataclasses import dataclass
+
+from protocol.errors import DeadlineExceeded, InvalidRequest, Overloaded
+from protocol.messages import Hello, Int32, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientRequest:
+    """What a front door submits. `prompt_token_ids`: int32 [num_tokens]; `max_tokens` None: as many as fit; `deadline_s`: time left."""
+
+    request_id: str
+    prompt_token_ids: Int32
+    max_tokens: int | None
+    sampling: SamplingParams
+    priority: int = 0
+    deadline_s: float | None = None
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one decode engine can ever hold."""
+
+    max_model_len: int
+    num_pool_tokens: int
+
+    @classmethod
+    def of(cls, hello: Hello) -> "Limits":
+        return cls(hello.max_model_len, (hello.num_blocks - 1) * hello.block_size)
+
+    def check(self, request: ClientRequest) -> int:
+        """Returns the answer's length limit in tokens, clipped to the model's; raises InvalidRequest for what can never fit."""
+        num_prompt = len(request.prompt_token_ids)
+        if num_prompt == 0:
+            raise InvalidRequest("prompt", "empty", "at least 1 token")
+        if request.max_tokens is not None and request.max_tokens < 1:
+            raise InvalidRequest("max_tokens", request.max_tokens, "at least 1")
+        if num_prompt > self.max_model_len - 1:
+            raise InvalidRequest("prompt", f"{num_prompt} tokens", f"at most max_model_len - 1 = {self.max_model_len - 1} tokens")
+        if num_prompt > self.num_pool_tokens:
+            raise InvalidRequest("prompt", f"{num_prompt} tokens", f"the KV pool holds {self.num_pool_tokens} tokens")
+        num_left = self.max_model_len - num_prompt
+        if request.max_tokens is None:
+            return min(num_left, self.num_pool_tokens - num_prompt + 1)
+        max_tokens = min(request.max_tokens, num_left)
+        if num_prompt + max_tokens - 1 > self.num_pool_tokens:
+            raise InvalidRequest(
+                "max_tokens", request.max_tokens, f"prompt of {num_prompt} + max_tokens - 1 over the KV pool of {self.num_pool_tokens} tokens"
+            )
+        if request.deadline_s is not None and request.deadline_s <= 0:
+            raise DeadlineExceeded(f"deadline: {request.deadline_s:g} s left on arrival")
+        return max_tokens
+
+
+class WaitingLine:
+    """Slots of accepted requests without an engine: lowest (priority, order) first; `returned` ones go before all of their priority."""
+
+    def __init__(self, max_queue: int) -> None:
+        self._max_queue = max_queue
+        self._heap: list[tuple[int, int, int]] = []
+        self._waiting: dict[int, tuple[int, int]] = {}
+        self._next, self._front = 0, 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, slot: int) -> bool:
+        return slot in self._waiting
+
+    def check_room(self) -> None:
+        """Raises Overloaded when full. Requests that come back from an engine were accepted before and always find room."""
+        if len(self._waiting) >= self._max_queue:
+            raise Overloaded(f"{len(self._waiting)} requests are waiting, max_queue is {self._max_queue}", retry_after_s=1.0)
+
+    def push(self, slot: int, priority: int, *, front: bool = False) -> None:
+        if front:
+            self._front -= 1
+            order = self._front
+        else:
+            self._next += 1
+            order = self._next
+        self._waiting[slot] = (priority, order)
+        heapq.heappush(self._heap, (priority, order, slot))
+
+    def head(self) -> int | None:
+        """The slot whose turn it is, or None."""
+        while self._heap and self._waiting.get(self._heap[0][2]) != self._heap[0][:2]:
+            heapq.heappop(self._heap)
+        return self._heap[0][2] if self._heap else None
+
+    def remove(self, slot: int) -> None:
+        self._waiting.pop(slot, None)

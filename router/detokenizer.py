@@ -1,0 +1,74 @@
+"""The text of one answer while its tokens arrive.
+
+All pieces joined are the text of all tokens. A piece never ends inside a character, and never holds text that may
+turn out to be the beginning of a stop string. Amortised cost per token is constant (per stop string).
+"""
+
+import codecs
+
+from protocol.messages import Int32
+from router.tokenizer import Tokenizer, join_bytes
+
+
+class Detokenizer:
+    """Lives as long as one answer. `stopped` turns true at the first complete stop string; the text ends before it."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()) -> None:
+        self._token_bytes = tokenizer.token_bytes
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._matchers = [_Matcher(text) for text in stop]
+        self._held = ""
+        self.stopped = False
+
+    def push(self, token_ids: Int32) -> tuple[str, int]:
+        """The next piece (may be empty) and how many of `token_ids` [num_tokens] belong to the answer: all, unless `stopped`."""
+        if not self._matchers:
+            return self._utf8.decode(join_bytes(self._token_bytes, token_ids)), len(token_ids)
+        pieces = []
+        for i in range(len(token_ids)):
+            pieces.append(self._match(self._utf8.decode(join_bytes(self._token_bytes, token_ids[i : i + 1]))))
+            if self.stopped:
+                return "".join(pieces), i + 1
+        return "".join(pieces), len(token_ids)
+
+    def finish(self) -> str:
+        """What was held back, once the answer has ended for another reason; an unfinished character becomes U+FFFD."""
+        if self.stopped:
+            return ""
+        rest = self._match(self._utf8.decode(b"", True))
+        held, self._held = self._held, ""
+        return rest if self.stopped else rest + held
+
+    def _match(self, text: str) -> str:
+        """Appends decoded text; returns what is certain by now."""
+        known = self._held + text
+        for end, character in enumerate(text, len(self._held) + 1):
+            complete = [len(matcher.text) for matcher in self._matchers if matcher.push(character)]
+            if complete:
+                self.stopped, self._held = True, ""
+                return known[: end - max(complete)]
+        certain = len(known) - max((matcher.num_matched for matcher in self._matchers), default=0)
+        self._held = known[certain:]
+        return known[:certain]
+
+
+class _Matcher:
+    """How much of a stop string the text ends with (Knuth, Morris, Pratt)."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.num_matched = 0
+        self._borders = [0]
+        """[len(text)]: of text[: i + 1] the longest proper prefix that is also its suffix."""
+        for character in text[1:]:
+            self._borders.append(self._extend(self._borders[-1], character))
+
+    def push(self, character: str) -> bool:
+        """True when `text` is complete; after that the matcher is spent."""
+        self.num_matched = self._extend(self.num_matched, character)
+        return self.num_matched == len(self.text)
+
+    def _extend(self, num_matched: int, character: str) -> int:
+        while num_matched and self.text[num_matched] != character:
+            num_matched = self._borders[num_matched - 1]
+        return num_matched + (self.text[num_matched] == character)

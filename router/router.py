@@ -1,0 +1,500 @@
+"""The life of every request: R's table of the handoff protocol, row by row. The router owns requests and nothing else.
+
+ 1. `submit`: checked against what the engines can hold, then it waits in one line       QUEUED
+ 2. `tick`: the policy picks a pair, or a decode engine alone; both get the request      ACTIVE
+ 3. `StepTokens`: what lies beyond the delivered tokens goes to the client, once         ACTIVE
+ 4. failed, returned, an engine down: the other is told, the next attempt gets
+    prompt + delivered tokens                                                            QUEUED
+ 5. exactly one `Ended` per accepted request                                             CLOSED
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple, cast
+
+import numpy as np
+
+from protocol.clock import Clock
+from protocol.errors import DeadlineExceeded, Draining, InvalidRequest, ProtocolError, RequestCancelled, RequestError, RequestFailed
+from protocol.messages import (
+    AbortReason,
+    AbortRequest,
+    Address,
+    Drain,
+    End,
+    Envelope,
+    FinishReason,
+    GenerateRequest,
+    Hello,
+    Int32,
+    Message,
+    PeerGap,
+    PeerUp,
+    ReplicaStatus,
+    RequestKey,
+    RouterStatus,
+    StepTokens,
+)
+from protocol.timers import Timers
+from router.admission import ClientRequest, Limits, WaitingLine
+from router.config import RouterConfig
+from router.policy import Pick, Replica, least_in_flight
+
+
+class Usage(NamedTuple):
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+class Tokens(NamedTuple):
+    """New tokens of an answer, in order, without gap or repeat. int32 [n]."""
+
+    request_id: str
+    token_ids: Int32
+
+
+class Ended(NamedTuple):
+    """The one terminal event of a request: a finish reason, or an error."""
+
+    request_id: str
+    finish_reason: FinishReason | None
+    error: RequestError | None
+    usage: Usage
+    stages: dict[str, float]
+    attempts: int
+
+
+@dataclass(slots=True)
+class Open:
+    """One accepted request that is not closed. QUEUED while it has no `key`, ACTIVE while it has one."""
+
+    request: ClientRequest
+    slot: int
+    max_tokens: int
+    accepted_at: float
+    since: float
+    """When it was queued or dispatched last."""
+    key: RequestKey | None = None
+    attempt: int = 0
+    num_failures: int = 0
+    prefill: Address | None = None
+    decode: Address | None = None
+    decode_seen: bool = False
+    delivered: list[int] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    stages: dict[str, float] = field(default_factory=dict)
+    attempt_stages: dict[str, float] = field(default_factory=dict)
+
+
+class Router:
+    """Decides; executes nothing. A shell or the simulator drives it: submit, cancel, handle, tick, an outbox and client events."""
+
+    def __init__(self, config: RouterConfig, *, address: Address, clock: Clock, seed: int) -> None:
+        self.address = address
+        self.outbox: list[tuple[Address, Message]] = []
+        self.events: list[Tokens | Ended] = []
+        self.lost: list[Address] = []
+        """Replicas whose messages have a lasting gap: whoever supervises them should end them."""
+        self._config = config
+        self._clock = clock
+        self._random = random.Random(seed)
+        self._limits: Limits | None = None
+        self._started: dict[str, Address] = {}
+        self._replicas: dict[Address, Replica] = {}
+        self._open: dict[int, Open] = {}
+        self._slots: dict[str, int] = {}
+        self._line = WaitingLine(config.max_queue)
+        self._timers: Timers[int] = Timers()
+        self._num_slots = 0
+        self._status_at = clock()
+        self._status_seq = 0
+        self._draining = False
+        self._drain_at: float | None = None
+        self.counters: dict[str, float] = dict.fromkeys(
+            ("accepted", "finished", "failed", "aborted", "retries", "returned", "disaggregated", "alone", "ignored", "repeated_tokens"), 0
+        )
+        self._handlers: dict[type, Callable[[Envelope], None]] = {
+            StepTokens: self._on_tokens,
+            ReplicaStatus: self._on_status,
+            Hello: self._on_hello,
+            PeerGap: self._on_gap,
+        }
+
+    # ---- clients
+
+    def submit(self, request: ClientRequest) -> None:
+        """Accepts a request, or raises a RequestError. Once accepted, exactly one `Ended` follows."""
+        if self._draining:
+            raise Draining("the deployment is draining")
+        if self._limits is None:
+            raise RequestFailed("no decode engine has started yet")
+        if request.request_id in self._slots:
+            raise InvalidRequest("request_id", request.request_id, "already in use")
+        max_tokens = self._limits.check(request)
+        self._line.check_room()
+        now = self._clock()
+        if request.sampling.seed is None:
+            request = replace(request, sampling=replace(request.sampling, seed=self._random.getrandbits(63)))
+        slot = self._num_slots
+        self._num_slots += 1
+        self._open[slot] = Open(request, slot, max_tokens, now, now)
+        self._slots[request.request_id] = slot
+        self._line.push(slot, request.priority)
+        self.counters["accepted"] += 1
+        if request.deadline_s is not None:
+            self._timers.set(slot, now + request.deadline_s)
+        self._dispatch()
+
+    def cancel(self, request_id: str) -> None:
+        """The client is gone. Unknown or closed requests are fine."""
+        entry = self._find(request_id)
+        if entry is not None:
+            self._abort_engines(entry, "client")
+            self._close(entry, None, RequestCancelled("cancelled by the client"))
+
+    def stop(self, request_id: str) -> None:
+        """A stop string is complete in the delivered text: the answer ends here, tokens decoded past it are waste."""
+        entry = self._find(request_id)
+        if entry is not None:
+            self._abort_engines(entry, "superseded")
+            self._close(entry, "stop", None)
+
+    # ---- engines
+
+    def handle(self, envelope: Envelope) -> None:
+        """One message of an engine, in its order. What comes from an epoch that is not the replica's present one is dropped."""
+        known = self._started.get(envelope.sender.replica_id)
+        if envelope.receiver != self.address or known != envelope.sender:
+            self.counters["ignored"] += 1
+            return
+        handler = self._handlers.get(type(envelope.message))
+        if handler is None:
+            raise ProtocolError(f"{type(envelope.message).__name__} is no message for the router")
+        handler(envelope)
+        self._dispatch()
+
+    def replica_started(self, address: Address) -> None:
+        """The supervisor started an engine. It answers our status with its `Hello`."""
+        old = self._started.get(address.replica_id)
+        if old is not None and old.epoch < address.epoch:
+            self.replica_down(old)
+        self._started[address.replica_id] = address
+        self.outbox.append((address, self._router_status()))
+
+    def replica_down(self, address: Address) -> None:
+        """An engine is dead for certain: its attempts go on elsewhere."""
+        if self._started.get(address.replica_id) == address:
+            del self._started[address.replica_id]
+        if self._replicas.pop(address, None) is not None:
+            self._leave_replica(address, suspected=False)
+            self._dispatch()
+
+    def drain_replica(self, address: Address, deadline_s: float) -> None:
+        """Sends nothing new there; what it has by the deadline comes back and goes elsewhere."""
+        replica = self._replicas.get(address)
+        if replica is not None:
+            replica.state = "draining"
+            self.outbox.append((address, Drain(deadline_s=deadline_s)))
+
+    def drain(self, deadline_s: float) -> None:
+        """Takes nothing new; what is open by the deadline is ended with an error."""
+        self._draining = True
+        self._drain_at = self._clock() + deadline_s
+
+    def tick(self) -> None:
+        """Deadlines, silent engines, the drain deadline, the status, the waiting line."""
+        now = self._clock()
+        for slot in self._timers.due(now):
+            entry = self._open[slot]
+            self._abort_engines(entry, "deadline")
+            self._close(entry, None, DeadlineExceeded(f"deadline: {entry.request.deadline_s} s have passed"))
+        if self._config.queue_ttl_s is not None:
+            self._expire_queued(now - self._config.queue_ttl_s)
+        for replica in self._replicas.values():
+            if replica.state != "suspected" and now - replica.heard_at >= self._config.replica_timeout_s:
+                replica.state = "suspected"
+                self._leave_replica(replica.address, suspected=True)
+        if self._drain_at is not None and now >= self._drain_at:
+            for entry in list(self._open.values()):
+                self._abort_engines(entry, "superseded")
+                self._close(entry, None, Draining("the deployment was shut down"))
+        if now >= self._status_at:
+            self._status_at = now + self._config.status_interval_s
+            status = self._router_status()
+            self.outbox.extend((address, status) for address in self._started.values())
+        self._dispatch()
+
+    # ---- what shells may ask
+
+    @property
+    def ready(self) -> bool:
+        """A decode engine is up and new requests are taken."""
+        return not self._draining and any(r.hello.role == "decode" and r.state == "up" for r in self._replicas.values())
+
+    @property
+    def drained(self) -> bool:
+        return self._draining and not self._open
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    @property
+    def max_model_len(self) -> int:
+        return self._limits.max_model_len if self._limits else 0
+
+    def replicas(self) -> Iterator[Replica]:
+        """Every engine that has said hello and is not down."""
+        return iter(self._replicas.values())
+
+    def active(self) -> list[Open]:
+        """Requests that engines work on."""
+        return [entry for entry in self._open.values() if entry.key is not None]
+
+    # ---- messages of engines
+
+    def _on_hello(self, envelope: Envelope) -> None:
+        hello, address = cast(Hello, envelope.message), envelope.sender
+        self._replicas[address] = Replica(address, hello, self._clock())
+        if hello.role == "prefill":
+            self._introduce(address, hello)
+            return
+        limits = Limits.of(hello)
+        if self._limits is not None:
+            limits = Limits(
+                min(limits.max_model_len, self._limits.max_model_len), min(limits.num_pool_tokens, self._limits.num_pool_tokens)
+            )
+        self._limits = limits
+        for replica in self._replicas.values():
+            if replica.hello.role == "prefill":
+                self.outbox.append((address, PeerUp(peer=replica.address, endpoint=replica.hello.endpoint)))
+
+    def _introduce(self, prefill: Address, hello: Hello) -> None:
+        up = PeerUp(peer=prefill, endpoint=hello.endpoint)
+        self.outbox.extend((r.address, up) for r in self._replicas.values() if r.hello.role == "decode")
+
+    def _on_status(self, envelope: Envelope) -> None:
+        replica = self._replicas.get(envelope.sender)
+        if replica is None:
+            self.counters["ignored"] += 1
+            return
+        status = cast(ReplicaStatus, envelope.message)
+        replica.status, replica.heard_at = status, self._clock()
+        if replica.state == "suspected":
+            replica.state = "draining" if status.state == "draining" else "up"
+
+    def _on_gap(self, envelope: Envelope) -> None:
+        peer = cast(PeerGap, envelope.message).peer
+        self.declare_lost(peer)
+
+    def declare_lost(self, address: Address) -> None:
+        """Messages from an engine are missing for good. It may still live: its attempts are aborted there, and the supervisor is told."""
+        if self._started.get(address.replica_id) == address:
+            self.lost.append(address)
+            if address in self._replicas:
+                self._replicas[address].state = "suspected"
+                self._leave_replica(address, suspected=True)
+            self.replica_down(address)
+
+    def _on_tokens(self, envelope: Envelope) -> None:
+        message, sender = cast(StepTokens, envelope.message), envelope.sender
+        if message.router_epoch != self.address.epoch:
+            self.counters["ignored"] += 1
+            return
+        start = 0
+        rows = zip(message.slots.tolist(), message.attempts.tolist(), message.offsets.tolist(), message.counts.tolist(), strict=True)
+        for slot, attempt, offset, count in rows:
+            entry = self._current(sender, slot, attempt)
+            if entry is not None:
+                self._deliver(entry, sender, offset, message.token_ids[start : start + count])
+            start += count
+        for slot, attempt, seconds, num_cached in message.stages:
+            entry = self._current(sender, slot, attempt)
+            if entry is not None:
+                entry.attempt_stages.update(seconds)
+                entry.num_cached_tokens = entry.num_cached_tokens or num_cached
+        for end in message.ends:
+            entry = self._current(sender, end.slot, end.attempt)
+            if entry is not None:
+                self._on_end(entry, sender, end)
+
+    def _current(self, sender: Address, slot: int, attempt: int) -> Open | None:
+        """The request a row is about, if that attempt is still the one that counts and `sender` works on it."""
+        entry = self._open.get(slot)
+        if entry is None or entry.key is None or entry.attempt != attempt or sender not in (entry.prefill, entry.decode):
+            self.counters["ignored"] += 1
+            return None
+        return entry
+
+    def _deliver(self, entry: Open, sender: Address, offset: int, token_ids: Int32) -> None:
+        """Hands on what lies beyond the delivered tokens; both engines may bring the same ones."""
+        num_delivered = len(entry.delivered)
+        if offset > num_delivered:
+            raise ProtocolError(f"{entry.key}: tokens start at {offset}, only {num_delivered} were delivered")
+        if sender == entry.decode and not entry.decode_seen:
+            entry.decode_seen = True
+            if entry.prefill is not None:
+                self._lower(entry.prefill)
+        new = token_ids[num_delivered - offset :]
+        self.counters["repeated_tokens"] += len(token_ids) - len(new)
+        if len(new):
+            entry.delivered.extend(new.tolist())
+            self.events.append(Tokens(entry.request.request_id, new))
+
+    def _on_end(self, entry: Open, sender: Address, end: End) -> None:
+        other = entry.prefill if sender == entry.decode else entry.decode
+        if end.kind != "finished" or sender == entry.prefill:
+            self._abort(entry, other, "superseded")
+        if end.kind == "finished":
+            self._close(entry, end.finish_reason, None)
+        elif end.kind == "aborted":
+            self._close(entry, None, DeadlineExceeded(f"deadline: {entry.request.deadline_s} s have passed"))
+        elif end.kind == "returned":
+            self.counters["returned"] += 1
+            self._requeue(entry, front=True)
+        else:
+            self._failed(entry, end.error)
+
+    # ---- attempts
+
+    def _dispatch(self) -> None:
+        """Gives engines to the head of the line as long as the policy finds some. The head that finds none stops the line."""
+        while (slot := self._line.head()) is not None:
+            entry = self._open[slot]
+            pools: dict[str, list[Replica]] = {"prefill": [], "decode": []}
+            for replica in self._replicas.values():
+                pools[replica.hello.role].append(replica)
+            num_known = len(entry.request.prompt_token_ids) + len(entry.delivered)
+            pick = least_in_flight(pools["prefill"], pools["decode"], num_prompt_tokens=num_known)
+            if pick is None:
+                return
+            self._line.remove(slot)
+            self._start_attempt(entry, pick)
+
+    def _start_attempt(self, entry: Open, pick: Pick) -> None:
+        now = self._clock()
+        self._add_stage(entry, "router_queue", now)
+        entry.attempt += 1
+        entry.key = RequestKey(self.address.epoch, entry.request.request_id, entry.attempt)
+        entry.prefill, entry.decode, entry.decode_seen = pick.prefill, pick.decode, False
+        request = entry.request
+        prompt = request.prompt_token_ids
+        if entry.delivered:
+            prompt = np.concatenate([prompt, np.asarray(entry.delivered, dtype=np.int32)])
+        message = GenerateRequest(
+            key=entry.key,
+            slot=entry.slot,
+            role="alone" if pick.prefill is None else "decode",
+            peer=pick.prefill,
+            prompt_token_ids=prompt,
+            offset=len(entry.delivered),
+            max_tokens=entry.max_tokens - len(entry.delivered),
+            sampling=request.sampling,
+            priority=request.priority,
+            deadline_s=None if request.deadline_s is None else max(0.0, entry.accepted_at + request.deadline_s - now),
+            cache_salt=request.cache_salt,
+        )
+        self.outbox.append((pick.decode, message))
+        self._replicas[pick.decode].in_flight += 1
+        self.counters["alone" if pick.prefill is None else "disaggregated"] += 1
+        if pick.prefill is not None:
+            self.outbox.append((pick.prefill, replace(message, role="prefill", peer=pick.decode)))
+            self._replicas[pick.prefill].in_flight += 1
+
+    def _leave_attempt(self, entry: Open) -> None:
+        """The one way out of ACTIVE: both in-flight counters go down, what the attempt spent is booked."""
+        if entry.key is None:
+            return
+        if entry.decode is not None:
+            self._lower(entry.decode)
+        if entry.prefill is not None and not entry.decode_seen:
+            self._lower(entry.prefill)
+        entry.key = entry.prefill = entry.decode = None
+
+    def _lower(self, address: Address) -> None:
+        replica = self._replicas.get(address)
+        if replica is not None:
+            replica.in_flight -= 1
+
+    def _requeue(self, entry: Open, *, front: bool) -> None:
+        self._add_stage(entry, "lost_attempts", self._clock())
+        entry.attempt_stages.clear()
+        self._leave_attempt(entry)
+        self._line.push(entry.slot, entry.request.priority, front=front)
+
+    def _failed(self, entry: Open, error: str) -> None:
+        """One attempt failed: try again from what was delivered, or give up."""
+        entry.num_failures += 1
+        if entry.num_failures >= self._config.max_attempts:
+            self._close(entry, None, RequestFailed(f"{entry.num_failures} attempts failed, max_attempts is {self._config.max_attempts}: {error}"))
+            return
+        self.counters["retries"] += 1
+        self._requeue(entry, front=True)
+
+    def _leave_replica(self, address: Address, *, suspected: bool) -> None:
+        """An engine is down or suspected: every attempt on it ends here, or goes on without it where decode has taken over."""
+        for entry in list(self._open.values()):
+            if entry.key is None:
+                continue
+            if entry.prefill == address and entry.decode_seen:
+                if suspected:
+                    self._abort(entry, address, "superseded")
+                entry.prefill = None
+            elif entry.prefill == address:
+                self._abort(entry, entry.decode, "superseded")
+                if suspected:
+                    self._abort(entry, address, "superseded")
+                self._failed(entry, f"prefill replica {address.replica_id} is down")
+            elif entry.decode == address:
+                self._abort(entry, entry.prefill, "peer_lost")
+                if suspected:
+                    self._abort(entry, address, "superseded")
+                self._failed(entry, f"decode replica {address.replica_id} is down")
+
+    def _abort(self, entry: Open, address: Address | None, reason: AbortReason) -> None:
+        if address is not None and entry.key is not None:
+            self.outbox.append((address, AbortRequest(key=entry.key, reason=reason)))
+
+    def _abort_engines(self, entry: Open, reason: AbortReason) -> None:
+        self._abort(entry, entry.prefill, reason)
+        self._abort(entry, entry.decode, reason)
+
+    def _close(self, entry: Open, finish_reason: FinishReason | None, error: RequestError | None) -> None:
+        """The one terminal event."""
+        outcome: Literal["finished", "failed", "aborted"] = "aborted"
+        if error is None:
+            outcome = "finished"
+        elif isinstance(error, RequestFailed):
+            outcome = "failed"
+        self.counters[outcome] += 1
+        self._add_stage(entry, "router_queue" if entry.key is None else "attempt", self._clock())
+        # The last attempt's time, as its engines report it; what they do not account for was spent on the way.
+        attempt_s = entry.stages.pop("attempt", 0.0)
+        reported_s = sum(entry.attempt_stages.values())
+        entry.stages.update(entry.attempt_stages, messages=max(0.0, attempt_s - reported_s))
+        self._leave_attempt(entry)
+        self._line.remove(entry.slot)
+        self._timers.cancel(entry.slot)
+        del self._open[entry.slot]
+        del self._slots[entry.request.request_id]
+        usage = Usage(len(entry.request.prompt_token_ids), entry.num_cached_tokens, len(entry.delivered))
+        self.events.append(Ended(entry.request.request_id, finish_reason, error, usage, entry.stages, entry.attempt))
+
+    def _add_stage(self, entry: Open, stage: str, now: float) -> None:
+        entry.stages[stage] = entry.stages.get(stage, 0.0) + now - entry.since
+        entry.since = now
+
+    def _expire_queued(self, before: float) -> None:
+        for entry in [e for e in self._open.values() if e.key is None and e.attempt == 0 and e.accepted_at <= before]:
+            self._close(entry, None, DeadlineExceeded(f"waited longer than queue_ttl_s = {self._config.queue_ttl_s}"))
+
+    def _find(self, request_id: str) -> Open | None:
+        slot = self._slots.get(request_id)
+        return None if slot is None else self._open[slot]
+
+    def _router_status(self) -> RouterStatus:
+        self._status_seq += 1
+        room = [r.status.num_free_blocks for r in self._replicas.values() if r.hello.role == "prefill" and r.state == "up" and r.status]
+        return RouterStatus(router_epoch=self.address.epoch, seq=self._status_seq, prefill_room_blocks=max(room, default=0))

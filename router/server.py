@@ -1,0 +1,153 @@
+"""The gRPC front door.
+
+1. A call arrives as bytes; gRPC itself refuses what is far over `max_message_bytes`, so that nobody fills the memory.
+2. The front door validates, tokenises and submits it, and yields the answer in pieces.
+3. Each piece is written as soon as the client takes it. A client that takes nothing for `write_timeout_s` loses its stream.
+4. A RequestError ends the call with its status; a closed call or a passed deadline cancels the handler, and with it the request.
+"""
+
+import asyncio
+from contextlib import aclosing
+from typing import NoReturn, Protocol
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from protocol.errors import CapacityError, InvalidRequest, Overloaded, RequestCancelled, RequestError
+from router.config import RouterConfig
+from router.frontdoor import FrontDoor
+from router.parse import parse_bytes
+from twopass.proto import twopass_pb2 as pb
+
+SERVICE = "twopass.v1.Twopass"
+MAX_DETAILS_CHARACTERS = 1024
+HARD_LIMIT_FACTOR = 4
+"""Between max_message_bytes and this many times as much a call gets a status that says what is wrong with it."""
+
+
+class Context(Protocol):
+    """The part of `grpc.aio.ServicerContext` used here; grpcio ships no types."""
+
+    def time_remaining(self) -> float | None: ...
+    async def write(self, message: pb.GenerateResponse) -> None: ...
+    async def abort(self, code: grpc.StatusCode, details: str, trailing_metadata: tuple[tuple[str, str], ...]) -> NoReturn: ...
+
+
+class Server:
+    """Listens from `start` to `stop`, on the event loop it was made on."""
+
+    def __init__(self, door: FrontDoor, config: RouterConfig) -> None:
+        self._door, self._config = door, config
+        self._server = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", HARD_LIMIT_FACTOR * config.max_message_bytes),
+                ("grpc.so_reuseport", 0),  # else a second server shares the port in silence
+                ("grpc.keepalive_time_ms", 30_000),
+                ("grpc.keepalive_timeout_ms", 10_000),
+                ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+            ]
+        )
+        self._health = health.aio.HealthServicer()
+        self._serving: bool | None = None
+        self._stopped = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        # requests come as bytes: a message gRPC itself cannot parse would end as INTERNAL
+        handlers = {
+            "Generate": grpc.unary_stream_rpc_method_handler(self._generate, response_serializer=pb.GenerateResponse.SerializeToString),
+            "Tokenize": grpc.unary_unary_rpc_method_handler(self._tokenize, response_serializer=pb.TokenizeResponse.SerializeToString),
+            "GetModelInfo": grpc.unary_unary_rpc_method_handler(
+                self._get_model_info, response_serializer=pb.GetModelInfoResponse.SerializeToString
+            ),
+        }
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+
+    async def start(self) -> int:
+        """Returns the port. Raises CapacityError if it is taken."""
+        host = f"[{self._config.grpc_host}]" if ":" in self._config.grpc_host else self._config.grpc_host
+        try:
+            port = self._server.add_insecure_port(f"{host}:{self._config.grpc_port}")
+        except RuntimeError as error:
+            raise CapacityError(f"grpc_port: {host}:{self._config.grpc_port} is taken, or not an address of this machine") from error
+        await self._report_health()
+        await self._server.start()
+        self._tasks = [asyncio.create_task(self._door.run()), asyncio.create_task(self._watch_health())]
+        return int(port)
+
+    async def wait(self) -> None:
+        """Returns after `stop`. Raises what broke the core, if something did: a bug."""
+        stopped = asyncio.create_task(self._stopped.wait())
+        await asyncio.wait([stopped, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        for task in self._tasks:
+            if task.done() and not task.cancelled():
+                task.result()
+
+    async def stop(self, grace_s: float) -> None:
+        """Accepts nothing new, gives open answers `grace_s` seconds to end, then cancels them."""
+        self._door.drain(grace_s)
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._door.close()
+        self._stopped.set()
+
+    async def _watch_health(self) -> None:
+        while True:
+            await self._report_health()
+            await asyncio.sleep(self._config.tick_interval_s)
+
+    async def _report_health(self) -> None:
+        serving = self._door.core.ready
+        if serving != self._serving:
+            self._serving = serving
+            status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+            for name in ("", SERVICE):
+                await self._health.set(name, status)
+
+    async def _generate(self, data: bytes, context: Context) -> None:
+        try:
+            async with aclosing(self._door.generate(data, deadline_s=context.time_remaining())) as pieces:
+                async for piece in pieces:
+                    await self._write(context, piece)
+        except RequestError as error:
+            await _abort(context, error)
+
+    async def _write(self, context: Context, piece: pb.GenerateResponse) -> None:
+        try:
+            async with asyncio.timeout(self._config.write_timeout_s):
+                await context.write(piece)
+        except TimeoutError as error:
+            raise RequestCancelled(f"the client took nothing for {self._config.write_timeout_s:g} s") from error
+
+    async def _tokenize(self, data: bytes, context: Context) -> pb.TokenizeResponse:
+        try:
+            return await self._door.tokenize(data)
+        except RequestError as error:
+            await _abort(context, error)
+
+    async def _get_model_info(self, data: bytes, context: Context) -> pb.GetModelInfoResponse:
+        try:
+            parse_bytes(pb.GetModelInfoRequest, data, self._config.max_message_bytes)
+        except RequestError as error:
+            await _abort(context, error)
+        door = self._door
+        return pb.GetModelInfoResponse(
+            model=door.model.name,
+            max_model_len=door.core.max_model_len,
+            vocab_size=door.model.vocab_size,
+            has_chat_template=door.tokenizer.has_chat_template,
+        )
+
+
+async def _abort(context: Context, error: RequestError) -> NoReturn:
+    metadata: tuple[tuple[str, str], ...] = ()
+    if isinstance(error, Overloaded):
+        metadata = (("retry-after-s", f"{error.retry_after_s:g}"),)
+    elif isinstance(error, InvalidRequest):
+        metadata = (("invalid-field", error.field),)
+    await context.abort(grpc.StatusCode[error.code], str(error)[:MAX_DETAILS_CHARACTERS], metadata)

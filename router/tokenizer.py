@@ -1,0 +1,165 @@
+"""Text to token ids and back, and chat messages to a prompt, from the files of a model directory.
+
+Read: `tokenizer.json`; the chat template from `chat_template.jinja`, else from `tokenizer_config.json`.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+import jinja2
+import numpy as np
+import tokenizers
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from protocol.errors import InvalidRequest, ModelError
+from protocol.messages import Int32
+
+
+class Tokenizer(Protocol):
+    """What the front doors need. Methods are safe to call from several threads at once."""
+
+    @property
+    def token_bytes(self) -> Sequence[bytes]:
+        """Per token id its part of the answer's text in UTF-8, cut anywhere; empty for special tokens."""
+
+    @property
+    def has_chat_template(self) -> bool: ...
+
+    def encode(self, text: str) -> Int32:
+        """A prompt as it stands, with the tokenizer's own leading tokens. Raises InvalidRequest."""
+
+    def decode(self, token_ids: Int32) -> str:
+        """Special tokens are left out, unknown ids too; what is no UTF-8 becomes U+FFFD."""
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> Int32:
+        """Messages of `role` and `content`, up to where the assistant answers. Raises InvalidRequest."""
+
+
+def load_tokenizer(model_dir: Path | None, vocab_size: int) -> Tokenizer:
+    """The tokenizer of a model directory, or a `NumberTokenizer` where there is none. Raises ModelError."""
+    if model_dir is None or not (model_dir / "tokenizer.json").exists():
+        return NumberTokenizer(vocab_size)
+    return ByteLevelTokenizer(model_dir)
+
+
+class ByteLevelTokenizer:
+    """A byte-level BPE tokenizer (GPT-2's kind: Llama 3, Qwen, SmolLM2), whose tokens are byte strings."""
+
+    def __init__(self, model_dir: Path) -> None:
+        path = model_dir / "tokenizer.json"
+        try:
+            source = path.read_text(encoding="utf-8")
+            decoder = json.loads(source).get("decoder") or {}
+            self._tokenizer = tokenizers.Tokenizer.from_str(source)
+        except Exception as error:  # the library raises nothing narrower
+            raise ModelError(f"{path}: {error}") from error
+        kinds = {part["type"] for part in decoder.get("decoders", [decoder]) if "type" in part}
+        if kinds != {"ByteLevel"}:
+            raise ModelError(f"{path}: decoder {sorted(kinds)} is not served, only ByteLevel")
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.token_bytes: Sequence[bytes] = _token_bytes(self._tokenizer)
+        self._template = _load_chat_template(model_dir)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def encode(self, text: str) -> Int32:
+        return np.array(self._tokenizer.encode(text).ids, dtype=np.int32)
+
+    def decode(self, token_ids: Int32) -> str:
+        return join_bytes(self.token_bytes, token_ids).decode("utf-8", "replace")
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> Int32:
+        if self._template is None:
+            raise InvalidRequest("chat", f"{len(messages)} messages", "this model has no chat template")
+        prompt = self._template.render(messages)
+        return np.array(self._tokenizer.encode(prompt, add_special_tokens=False).ids, dtype=np.int32)
+
+
+class NumberTokenizer:
+    """Stands in where a model has no text: token 17 reads `<17> `."""
+
+    has_chat_template = True
+
+    def __init__(self, vocab_size: int) -> None:
+        self.token_bytes: Sequence[bytes] = [b"<%d> " % token_id for token_id in range(vocab_size)]
+
+    def encode(self, text: str) -> Int32:
+        if re.fullmatch(r"\s*(<\d{1,9}>\s*)*", text) is None:
+            raise InvalidRequest("text", repr(text[:32]), "without a tokenizer a prompt is token ids, written like <17> <18>")
+        return np.array(re.findall(r"<(\d+)>", text), dtype=np.int32)
+
+    def decode(self, token_ids: Int32) -> str:
+        return join_bytes(self.token_bytes, token_ids).decode()
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> Int32:
+        return self.encode(" ".join(message["content"] for message in messages))
+
+
+def join_bytes(token_bytes: Sequence[bytes], token_ids: Int32) -> bytes:
+    """Ids outside the vocabulary (padding rows of an embedding) have no text."""
+    size = len(token_bytes)
+    return b"".join([token_bytes[token_id] for token_id in token_ids.tolist() if 0 <= token_id < size])
+
+
+def _byte_characters() -> dict[str, int]:
+    """The alphabet of byte-level BPE: printable Latin-1 stands for itself, the other bytes for 256, 257, ..."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (byte for byte in range(256) if byte not in printable)
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def _token_bytes(tokenizer: tokenizers.Tokenizer) -> list[bytes]:
+    alphabet = _byte_characters()
+    vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=False)
+    added = tokenizer.get_added_tokens_decoder()
+    table = [b""] * (max([*vocabulary.values(), *added], default=-1) + 1)
+    for token, token_id in vocabulary.items():
+        # a token outside the alphabet stands for its own text
+        table[token_id] = bytes(alphabet[c] for c in token) if all(c in alphabet for c in token) else token.encode()
+    for token_id, token in added.items():  # matched in plain text, never spelt in the alphabet
+        table[token_id] = b"" if token.special else token.content.encode()
+    return table
+
+
+class _ChatTemplate:
+    """A model's Jinja template, run in a sandbox: model files are data from strangers."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment.globals["raise_exception"] = _refuse
+        environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+        self._template = environment.from_string(source)
+        self._special_tokens = dict(special_tokens)
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=True, **self._special_tokens)
+        except (jinja2.TemplateError, TypeError) as error:
+            raise InvalidRequest("chat", f"{len(messages)} messages", f"refused by the chat template: {error}") from error
+
+
+def _refuse(message: str) -> NoReturn:
+    raise jinja2.TemplateRuntimeError(message)
+
+
+def _load_chat_template(model_dir: Path) -> _ChatTemplate | None:
+    config_path, template_path = model_dir / "tokenizer_config.json", model_dir / "chat_template.jinja"
+    try:
+        config: dict[str, Any] = json.loads(config_path.read_text(encoding="utf-8")) if config_path.exists() else {}
+        source = template_path.read_text(encoding="utf-8") if template_path.exists() else config.get("chat_template")
+        if isinstance(source, list):  # several named templates
+            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        if source is None:
+            return None
+        named = {name: config.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+        texts = {name: token["content"] if isinstance(token, dict) else token for name, token in named.items() if token is not None}
+        return _ChatTemplate(source, texts)
+    except (OSError, ValueError, KeyError, TypeError, jinja2.TemplateSyntaxError) as error:
+        raise ModelError(f"{model_dir}: chat template: {error}") from error

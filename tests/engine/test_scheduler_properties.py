@@ -1,0 +1,269 @@
+"""The scheduler under arbitrary loads: nobody's KV is touched by others, every answer is right, everything ends, nothing leaks."""
+
+from collections import Counter
+
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.config import EngineConfig
+from engine.outcome import Committed, Reserved
+from engine.scheduler import Scheduler
+from engine.sequence import Request
+from protocol.errors import InvalidRequest
+from protocol.messages import RequestKey, SamplingParams
+from tests.engine.chain_model import VOCAB_SIZE, ChainModel, answer_of
+
+EOS = 12
+OFFSET = 100
+"""Every request claims that this much of its answer was delivered before."""
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(data=st.data())
+    def start(self, data: st.DataObject) -> None:
+        draw = data.draw
+        self.offers = draw(st.booleans(), "offers")
+        depth = draw(st.sampled_from([1, 2]), "depth")
+        spec = draw(st.sampled_from([0, 0, 3]), "num_speculative_tokens") if depth == 1 and not self.offers else 0
+        self.depth = depth
+        self.config = EngineConfig(
+            max_num_batched_tokens=draw(st.sampled_from([3, 7, 16, 64]), "budget"),
+            max_num_seqs=draw(st.sampled_from([1, 2, 4, 8]), "seqs"),
+            max_model_len=draw(st.sampled_from([24, 40]), "max_model_len"),
+            block_size=draw(st.sampled_from([1, 2, 4]), "block_size"),
+            enable_chunked_prefill=draw(st.booleans(), "chunked"),
+            long_prefill_token_threshold=draw(st.sampled_from([0, 0, 5]), "threshold"),
+            enable_prefix_caching=draw(st.sampled_from([True, True, False]), "caching"),
+            scheduling_policy=draw(st.sampled_from(["fcfs", "priority"]), "policy"),
+            prompt_reservation="hold" if self.offers else draw(st.sampled_from(["none", "check", "hold"]), "reservation"),
+            watermark=draw(st.sampled_from([0.0, 0.0, 0.2]), "watermark"),
+            priority_aging_s=draw(st.sampled_from([0, 10]), "aging"),
+            num_speculative_tokens=spec,
+        )
+        num_blocks = draw(st.integers(4, 30), "num_blocks")
+        self.model = ChainModel(num_blocks, self.config.block_size)
+        self.scheduler = Scheduler(self.config, num_blocks=num_blocks, eos_token_ids=(EOS,), proposer=self.model)
+        self.requests: dict[RequestKey, Request] = {}
+        self.received: dict[RequestKey, list[int]] = {}
+        self.unoffered: list[RequestKey] = []
+        self.reserved: list[Reserved] = []
+        self.owned_outside: list[list[int]] = []
+        self.batches: list = []
+        self.cut_short: set[RequestKey] = set()
+        self.count = 0
+
+    # ---- what people do
+
+    @rule(
+        length=st.integers(1, 30),
+        family=st.integers(0, 1),
+        max_tokens=st.integers(1, 12),
+        kv=st.sampled_from(["local", "other"]),
+        priority=st.integers(0, 2),
+        stop=st.sampled_from([(), (), (5,)]),
+        ignore_eos=st.booleans(),
+    )
+    def add(self, length: int, family: int, max_tokens: int, kv: str, priority: int, stop: tuple[int, ...], ignore_eos: bool) -> None:
+        self.count += 1
+        prompt = [(position * (family + 3)) % VOCAB_SIZE for position in range(length)]
+        if self.count % 3 == 0:
+            prompt[-1] = self.count % VOCAB_SIZE
+        key = RequestKey(1, f"r{self.count}", 1)
+        kind = "local" if kv == "local" else "offer" if self.offers else "remote"
+        request = Request(
+            key=key,
+            slot=self.count,
+            prompt_token_ids=np.array(prompt, np.int32),
+            max_tokens=max_tokens,
+            sampling=SamplingParams(stop_token_ids=stop, ignore_eos=ignore_eos),
+            kv=kind,
+            offset=OFFSET,
+            priority=priority,
+            arrival=float(self.count),
+        )
+        stops = frozenset(stop) | (frozenset() if ignore_eos else {EOS})
+        answer = answer_of(prompt, max_tokens, max_model_len=self.config.max_model_len, stops=stops)
+        if kind == "remote" and len(answer) == 1:
+            return
+        try:
+            self.scheduler.add(request)
+        except InvalidRequest as refusal:
+            assert str(refusal.value) in str(refusal)
+            return
+        self.requests[key], self.received[key] = request, []
+        self.model.answers[key], self.model.num_prompt[key] = answer, length
+        if kind == "remote":
+            self.unoffered.append(key)
+
+    @precondition(lambda self: self.unoffered)
+    @rule(pick=st.integers(0, 1000))
+    def offer(self, pick: int) -> None:
+        key = self.unoffered.pop(pick % len(self.unoffered))
+        self.scheduler.offer(key)
+        self.scheduler.offer(key)
+
+    @precondition(lambda self: self.reserved)
+    @rule(pick=st.integers(0, 1000))
+    def arrive(self, pick: int) -> None:
+        reserved = self.reserved.pop(pick % len(self.reserved))
+        prompt = self.requests[reserved.key].prompt_token_ids.tolist()
+        half = len(prompt) // 2
+        self.model.receive(reserved.block_ids, prompt[:half], min(reserved.num_cached_tokens, half))
+        self.scheduler.publish(reserved.key, half)
+        self.model.receive(reserved.block_ids, prompt, max(reserved.num_cached_tokens, half))
+        self.scheduler.arrive(reserved.key, self.model.answers[reserved.key][0])
+
+    @precondition(lambda self: self.requests)
+    @rule(pick=st.integers(0, 1000), keep=st.booleans())
+    def abort(self, pick: int, keep: bool) -> None:
+        key = list(self.requests)[pick % len(self.requests)]
+        if keep:
+            self.owned_outside.append(self.scheduler.detach(key))
+        else:
+            self.scheduler.abort(key)
+        self.scheduler.abort(key)
+        self._forget(key)
+
+    @precondition(lambda self: self.owned_outside)
+    @rule(pick=st.integers(0, 1000))
+    def end_lease(self, pick: int) -> None:
+        self.scheduler.blocks.free(self.owned_outside.pop(pick % len(self.owned_outside)))
+
+    @rule()
+    def schedule(self) -> None:
+        if len(self.batches) >= self.depth:
+            return
+        preempted_before = self.scheduler.num_running
+        batch = self.scheduler.schedule()
+        events = self.scheduler.take_events()
+        assert len(events.preempted) + len(events.ended) == 0 or not self.batches
+        assert not (events.preempted and events.reserved)
+        assert len(events.preempted) <= preempted_before
+        for reserved in events.reserved:
+            if reserved.key in self.requests:
+                self.reserved.append(reserved)
+        for key, _ in events.ended:
+            self.cut_short.add(key)
+            self._check_answer(key, complete=False)
+        if batch is None:
+            return
+        assert 0 < batch.num_tokens <= self.config.max_num_batched_tokens
+        assert len(batch.rows) <= self.config.max_num_seqs
+        assert len(set(batch.rows.tolist())) == len(batch.rows)
+        assert (batch.num_scheduled > 0).all()
+        self.batches.append(batch)
+
+    @precondition(lambda self: self.batches)
+    @rule()
+    def commit(self) -> None:
+        batch = self.batches.pop(0)
+        self._apply(self.scheduler.commit(self.model.execute(batch)))
+
+    @precondition(lambda self: self.batches)
+    @rule(choice=st.integers(0, 9))
+    def fail(self, choice: int) -> None:
+        if choice:
+            return
+        while self.batches:
+            self.batches.pop(0)
+            for key in self.scheduler.fail_step():
+                self.scheduler.abort(key)
+                self._forget(key)
+        self.model.last_output = {}
+
+    def _forget(self, key: RequestKey) -> None:
+        del self.requests[key]
+        self.unoffered = [other for other in self.unoffered if other != key]
+        self.reserved = [reserved for reserved in self.reserved if reserved.key != key]
+
+    def _apply(self, committed: Committed) -> None:
+        by_slot = {request.slot: key for key, request in self.requests.items()}
+        start = 0
+        for slot, attempt, offset, count in zip(
+            committed.slots.tolist(), committed.attempts.tolist(), committed.offsets.tolist(), committed.counts.tolist(), strict=True
+        ):
+            key = by_slot[slot]
+            assert attempt == 1
+            assert offset == OFFSET + len(self.received[key])
+            if not self.received[key]:
+                assert key in committed.first
+            self.received[key] += committed.token_ids[start : start + count].tolist()
+            start += count
+        assert start == len(committed.token_ids)
+        for finished in committed.finished:
+            answer = self.received[finished.key]
+            request = self.requests[finished.key]
+            stops = {*request.sampling.stop_token_ids} | (set() if request.sampling.ignore_eos else {EOS})
+            assert (finished.finish_reason == "stop") == (answer[-1] in stops)
+            self._check_answer(finished.key, complete=True)
+        for done in committed.prompts:
+            answer = self.model.answers[done.key]
+            assert answer[0] == done.first_token_id
+            assert (done.finish_reason is not None) == (len(answer) == 1)
+            prompt = self.requests[done.key].prompt_token_ids
+            assert len(done.block_ids) == -(-len(prompt) // self.config.block_size)
+            self.owned_outside.append(done.block_ids)
+            self._forget(done.key)
+        for key, num_tokens in committed.progressed:
+            assert 0 < num_tokens < len(self.requests[key].prompt_token_ids)
+
+    def _check_answer(self, key: RequestKey, *, complete: bool) -> None:
+        answer = self.model.answers[key]
+        assert self.received[key] == (answer if complete else answer[: len(self.received[key])])
+        self._forget(key)
+
+    # ---- what must always hold
+
+    @invariant()
+    def every_reference_has_an_owner(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        scheduler = self.scheduler
+        scheduler.blocks.check()
+        scheduler.check_idle()
+        owners: Counter[int] = Counter()
+        table = scheduler._table
+        for position in range(len(table)):
+            owners.update(table.blocks_of(position).tolist())
+        for sequence in scheduler._live.values():
+            owners.update(sequence.blocks)
+        for blocks in self.owned_outside:
+            owners.update(blocks)
+        references = {int(block): int(scheduler.blocks._references[block]) for block in np.flatnonzero(scheduler.blocks._references)}
+        assert references == dict(owners)
+        assert set(scheduler._live) == set(self.requests)
+        assert scheduler.num_running <= self.config.max_num_seqs
+
+    def teardown(self) -> None:
+        """Everything ends: with all handoffs made and all leases ended, no step without progress."""
+        if not hasattr(self, "scheduler"):
+            return
+        for _ in range(5000):
+            self.every_reference_has_an_owner()
+            while self.unoffered:
+                self.offer(0)
+            while self.reserved:
+                self.arrive(0)
+            while self.owned_outside:
+                self.end_lease(0)
+            before = len(self.batches)
+            self.schedule()
+            if self.batches:
+                self.commit()
+            elif not self.requests:
+                break
+            else:
+                assert before or self.reserved or self.cut_short, "a step without progress"
+        while self.owned_outside:
+            self.end_lease(0)
+        assert not self.requests
+        assert self.scheduler.idle
+        self.scheduler.check_idle()
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(
+    max_examples=300, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+)

@@ -1,0 +1,113 @@
+"""A core that does what the test says, and a server around it on a port that the system chooses."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+
+from protocol.errors import RequestError
+from protocol.messages import Address, Envelope, FinishReason, Message
+from router.admission import ClientRequest
+from router.config import RouterConfig
+from router.frontdoor import FrontDoor, Model
+from router.router import Ended, Tokens, Usage
+from router.server import Server
+from router.tokenizer import NumberTokenizer, Tokenizer
+
+VOCAB_SIZE = 1000
+
+
+class ScriptedCore:
+    """`on_submit` runs at each submit and may raise or emit; every call is put into `calls` as (name, argument)."""
+
+    def __init__(self, on_submit: Callable[["ScriptedCore", ClientRequest], None] | None = None) -> None:
+        self.outbox: list[tuple[Address, Message]] = []
+        self.events: list[Tokens | Ended] = []
+        self.max_model_len = 10_000
+        self.ready = True
+        self.calls: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
+        self.cancelled: list[str] = []
+        self.tick_error: Exception | None = None
+        self._on_submit = on_submit
+
+    def submit(self, request: ClientRequest) -> None:
+        if self._on_submit is not None:
+            self._on_submit(self, request)
+        self.calls.put_nowait(("submit", request))
+
+    def cancel(self, request_id: str) -> None:
+        self.calls.put_nowait(("cancel", request_id))
+        self.cancelled.append(request_id)
+        self.end(request_id)
+
+    def stop(self, request_id: str) -> None:
+        self.calls.put_nowait(("stop", request_id))
+        self.end(request_id, "stop")
+
+    def handle(self, envelope: Envelope) -> None:
+        self.calls.put_nowait(("handle", envelope))
+
+    def tick(self) -> None:
+        if self.tick_error is not None:
+            raise self.tick_error
+
+    def drain(self, deadline_s: float) -> None:
+        self.calls.put_nowait(("drain", deadline_s))
+
+    def tokens(self, request_id: str, *token_ids: int) -> None:
+        self.events.append(Tokens(request_id, np.array(token_ids, dtype=np.int32)))
+
+    def end(self, request_id: str, finish_reason: FinishReason | None = None, error: RequestError | None = None) -> None:
+        self.events.append(Ended(request_id, finish_reason, error, Usage(2, 1, 99), {"queue": 1e-6, "decode": 2e-6}, 1))
+
+
+def echo(core: ScriptedCore, request: ClientRequest) -> None:
+    """Answers with the prompt."""
+    core.tokens(request.request_id, *request.prompt_token_ids.tolist())
+    core.end(request.request_id, "length")
+
+
+class Serving:
+    """What a test gets."""
+
+    def __init__(self, core: ScriptedCore, door: FrontDoor, server: Server, address: str, sent: list[tuple[Address, Message]]) -> None:
+        self.core, self.door, self.server, self.address, self.sent = core, door, server, address, sent
+
+    async def next_submit(self) -> ClientRequest:
+        name, request = await self.core.calls.get()
+        assert name == "submit", name
+        assert isinstance(request, ClientRequest)
+        return request
+
+
+@asynccontextmanager
+async def serving(core: ScriptedCore, tokenizer: Tokenizer | None = None, **knobs: Any) -> AsyncIterator[Serving]:
+    config = RouterConfig(**{"grpc_port": 0, **knobs})
+    sent: list[tuple[Address, Message]] = []
+    door = FrontDoor(
+        core,
+        tokenizer or NumberTokenizer(VOCAB_SIZE),
+        config,
+        Model("arithmetic", VOCAB_SIZE),
+        send=lambda address, message: sent.append((address, message)),
+        clock=time.monotonic,
+    )
+    server = Server(door, config)
+    port = await server.start()
+    try:
+        yield Serving(core, door, server, f"127.0.0.1:{port}", sent)
+    finally:
+        await server.stop(0.0)
+
+
+def scenario(test: Callable[[Serving], Awaitable[None]], core: ScriptedCore | None = None, **knobs: Any) -> None:
+    """Runs `test` against a server; 30 s at most."""
+
+    async def main() -> None:
+        async with serving(core or ScriptedCore(), **knobs) as served:
+            await test(served)
+
+    asyncio.run(asyncio.wait_for(main(), 30))

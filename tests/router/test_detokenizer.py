@@ -1,0 +1,106 @@
+"""Whatever way an answer's tokens are cut into steps, its pieces join to the text of all tokens, each in whole characters."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.detokenizer import Detokenizer
+from router.tokenizer import ByteLevelTokenizer, NumberTokenizer, Tokenizer
+from tests.router.small_tokenizer import SAMPLES, make_tokenizer
+
+TOKENIZER: Tokenizer = make_tokenizer()
+VOCAB_SIZE = len(TOKENIZER.token_bytes)
+
+steps = st.lists(st.lists(st.integers(0, VOCAB_SIZE + 5), max_size=6), max_size=20)
+texts = st.text(alphabet=st.characters(codec="utf-8"), max_size=60) | st.sampled_from(SAMPLES)
+
+
+def cut(token_ids: list[int], cuts: list[int]) -> list[list[int]]:
+    edges = [0, *sorted(at % (len(token_ids) + 1) for at in cuts), len(token_ids)]
+    return [token_ids[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+
+
+def run(tokenizer: Tokenizer, chunks: list[list[int]], stop: tuple[str, ...] = ()) -> tuple[list[str], int, bool]:
+    """Pieces, tokens kept, stopped."""
+    detokenizer = Detokenizer(tokenizer, stop)
+    pieces, num_kept = [], 0
+    for chunk in chunks:
+        text, kept = detokenizer.push(np.array(chunk, dtype=np.int32))
+        pieces.append(text)
+        num_kept += kept
+        if detokenizer.stopped:
+            break
+    return [*pieces, detokenizer.finish()], num_kept, detokenizer.stopped
+
+
+@given(steps)
+def test_any_tokens_in_any_steps_join_to_their_text(chunks: list[list[int]]) -> None:
+    token_ids = [token_id for chunk in chunks for token_id in chunk]
+    pieces, num_kept, stopped = run(TOKENIZER, chunks)
+    assert "".join(pieces) == TOKENIZER.decode(np.array(token_ids, dtype=np.int32))
+    assert (num_kept, stopped) == (len(token_ids), False)
+
+
+@given(texts, st.lists(st.integers(0, 1000), max_size=12))
+def test_text_arrives_in_whole_characters(text: str, cuts: list[int]) -> None:
+    pieces, _, _ = run(TOKENIZER, cut(TOKENIZER.encode(text).tolist(), cuts))
+    assert "".join(pieces) == text
+    assert sum(piece.count("�") for piece in pieces) == text.count("�")
+
+
+def test_one_byte_at_a_time() -> None:
+    emoji = "👩🏽‍🚀"
+    byte_of = {data: token_id for token_id, data in enumerate(TOKENIZER.token_bytes)}
+    pieces, _, _ = run(TOKENIZER, [[byte_of[bytes([byte])]] for byte in emoji.encode()])
+    assert [piece for piece in pieces if piece] == list(emoji)
+
+
+def test_an_unfinished_character_is_held_and_replaced_at_the_end() -> None:
+    byte_of = {data: token_id for token_id, data in enumerate(TOKENIZER.token_bytes)}
+    pieces, _, _ = run(TOKENIZER, [[byte_of[b"a"], byte_of[b"\xe2"]], [byte_of[b"\x82"]]])
+    assert pieces == ["a", "", "�"]
+
+
+@given(
+    st.text(alphabet="ab€", max_size=40),
+    st.lists(st.text(alphabet="ab€", min_size=1, max_size=5), min_size=1, max_size=4),
+    st.lists(st.integers(0, 1000), max_size=12),
+)
+def test_stop_strings_against_a_plain_search(text: str, stop: list[str], cuts: list[int]) -> None:
+    chunks = cut(TOKENIZER.encode(text).tolist(), cuts)
+    pieces, num_kept, stopped = run(TOKENIZER, chunks, tuple(stop))
+    ends = [text.find(word) + len(word) for word in stop if word in text]
+    assert stopped == bool(ends)
+    if not ends:
+        assert "".join(pieces) == text
+        return
+    end = min(ends)
+    start = min(end - len(word) for word in stop if text[:end].endswith(word))
+    assert "".join(pieces) == text[:start]
+    token_ids = [token_id for chunk in chunks for token_id in chunk]
+    kept = TOKENIZER.decode(np.array(token_ids[:num_kept], dtype=np.int32))
+    before = TOKENIZER.decode(np.array(token_ids[: num_kept - 1], dtype=np.int32))
+    assert len(kept) >= end > len(before.rstrip("�")), "the answer ends with the token that completes the stop string"
+
+
+@given(st.text(alphabet="ab", max_size=40), st.text(alphabet="ab", min_size=1, max_size=5))
+def test_only_what_may_become_a_stop_string_is_held(text: str, stop: str) -> None:
+    detokenizer = Detokenizer(TOKENIZER, (stop,))
+    piece, _ = detokenizer.push(TOKENIZER.encode(text))
+    if not detokenizer.stopped:
+        held = text[len(piece) :]
+        assert stop.startswith(held)
+        assert not any(stop.startswith(text[start:]) for start in range(len(piece))), "no longer beginning was let go"
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_numbers(count: int) -> None:
+    tokenizer = NumberTokenizer(100)
+    pieces, _, _ = run(tokenizer, [[7] * count])
+    assert "".join(pieces) == "<7> " * count
+
+
+def test_the_small_tokenizer_is_of_the_kind_that_is_served() -> None:
+    assert isinstance(TOKENIZER, ByteLevelTokenizer)
+    assert any(len(data) > 1 and data.decode("utf-8", "ignore").encode() != data for data in TOKENIZER.token_bytes), "a token cuts a character"

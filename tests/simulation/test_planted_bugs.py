@@ -1,0 +1,93 @@
+"""A check that cannot fail checks nothing: each planted bug must be caught by the simulator within 200 seeds."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from bench.invariants import Violation
+from bench.simulator import run_seeds
+from decode_pool.service import Decode, DecodeService
+from engine.scheduler import Scheduler
+from kv_transfer.local import LocalPeer
+from kv_transfer.state import DecodeEvent
+from prefill_pool.service import PrefillService
+from protocol.messages import Address, EndKind, Int32, KVRelease
+from router.router import Open, Router, Tokens
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def free_at_abort_while_a_pull_runs(patch: pytest.MonkeyPatch) -> None:
+    def leave(self: DecodeService, entry: Decode, event: DecodeEvent, kind: EndKind | None, reason: str = "") -> None:
+        if entry.pull is not None:
+            entry.pull = None
+            del self._pulling[entry.key]
+        original(self, entry, event, kind, reason)
+
+    original = DecodeService._leave
+    patch.setattr(DecodeService, "_leave", leave)
+
+
+def release_ignored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PrefillService, "_on_release", lambda self, envelope: None)
+
+
+def router_does_not_deduplicate(patch: pytest.MonkeyPatch) -> None:
+    def deliver(self: Router, entry: Open, sender: Address, offset: int, token_ids: Int32) -> None:
+        original(self, entry, sender, offset, token_ids[:0])
+        entry.delivered.extend(token_ids.tolist())
+        self.events.append(Tokens(entry.request.request_id, token_ids))
+
+    original = Router._deliver
+    patch.setattr(Router, "_deliver", deliver)
+
+
+def lease_word_not_read(patch: pytest.MonkeyPatch) -> None:
+    original = DecodeService._on_pulled
+
+    def pulled(self: DecodeService, entry: Decode) -> None:
+        assert entry.handoff is not None
+        lease_id = entry.handoff.lease_id
+        patch.setattr(LocalPeer, "read_word", lambda peer, slot: lease_id)
+        original(self, entry)
+
+    patch.setattr(DecodeService, "_on_pulled", pulled)
+
+
+def hashes_visible_before_verification(patch: pytest.MonkeyPatch) -> None:
+    def reserve(self: Scheduler, sequence: Any) -> bool:
+        reserved = original(self, sequence)
+        if reserved:
+            self.publish(sequence.request.key, sequence.num_first)
+        return reserved
+
+    original = Scheduler._reserve
+    patch.setattr(Scheduler, "_reserve", reserve)
+
+
+def release_sent_twice(patch: pytest.MonkeyPatch) -> None:
+    def refuse(self: DecodeService, peer: Address, key: Any, lease_id: int, reason: str) -> None:
+        self.outbox.append((peer, KVRelease(key=key, lease_id=lease_id, outcome="consumed")))
+        self.outbox.append((peer, KVRelease(key=key, lease_id=lease_id, outcome="refused", reason=reason)))
+
+    patch.setattr(DecodeService, "_refuse", refuse)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        free_at_abort_while_a_pull_runs,
+        release_ignored,
+        router_does_not_deduplicate,
+        lease_word_not_read,
+        hashes_visible_before_verification,
+        release_sent_twice,
+    ],
+    ids=lambda plant: plant.__name__,
+)
+def test_planted_bug_is_caught(plant: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises(Violation) as caught:
+        run_seeds(1, 200)
+    print(f"\n{plant.__name__}: {caught.value}")

@@ -1,0 +1,95 @@
+"""The `twopass` command. The client's part is here; the server's commands join it where the server packages are."""
+
+import importlib
+from collections.abc import Callable
+from functools import wraps
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as package_version
+from types import ModuleType
+from typing import Annotated, ParamSpec
+
+import typer
+from rich.console import Console
+
+from twopass.client import Client
+from twopass.errors import TwopassError
+
+P = ParamSpec("P")
+
+SERVER_COMMANDS = ("serve", "demo", "replay")
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Disaggregated LLM serving.")
+console = Console(stderr=True, highlight=False)
+
+
+def reported(command: Callable[P, None]) -> Callable[P, None]:
+    """What the client library raises ends in one line and exit code 2."""
+
+    @wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except TwopassError as error:
+            console.print(f"{type(error).__name__}: {error}", style="bold red", markup=False, soft_wrap=True)
+            raise typer.Exit(2) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+
+    return run
+
+
+@app.command()
+@reported
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to continue; with --chat a user's message.")],
+    server: Annotated[str, typer.Option(help="Where the router listens.")] = "127.0.0.1:50051",
+    max_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    chat: Annotated[bool, typer.Option(help="Wraps the prompt in the model's chat template.")] = False,
+    timeout_s: Annotated[float | None, typer.Option(help="Deadline of the request.")] = None,
+) -> None:
+    """Streams one answer."""
+    with Client(server, timeout_s=timeout_s) as client:
+        messages = [{"role": "user", "content": prompt}]
+        chunks = client.chat(messages, max_tokens=max_tokens) if chat else client.generate(prompt, max_tokens=max_tokens)
+        for chunk in chunks:
+            typer.echo(chunk.text, nl=False)
+        typer.echo()
+
+
+@app.command()
+def version() -> None:
+    """Prints the version."""
+    try:
+        typer.echo(package_version("twopass"))
+    except PackageNotFoundError:
+        typer.echo("not installed: running from the tree")
+
+
+def main() -> None:
+    """Entry of the console script and of `python -m twopass`."""
+    server = _server_commands()
+    if server is not None:
+        server.register(app)
+    else:
+        for name in SERVER_COMMANDS:
+            app.command(name, help="Needs the server packages.", context_settings={"ignore_unknown_options": True})(_absent)
+    app()
+
+
+def _server_commands() -> ModuleType | None:
+    """`cluster.cli`, or None where the tree or what it needs is not installed."""
+    try:
+        return importlib.import_module("cluster.cli")
+    except ImportError:
+        return None
+
+
+def _absent(arguments: Annotated[list[str] | None, typer.Argument(hidden=True)] = None) -> None:
+    console.print(
+        "The server packages are not installed here. In the source tree: pip install -e '.[server]'", style="bold red", markup=False
+    )
+    raise typer.Exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""What the client library raises.
+
+TwopassError
+├── RequestError              one call ended without its answer; `status` names the gRPC status, `retryable` says whether to try again
+│   ├── InvalidRequest        INVALID_ARGUMENT     never possible as asked; `field` names what is wrong
+│   ├── RequestTooLarge       RESOURCE_EXHAUSTED   the message is over the server's hard limit
+│   ├── Overloaded            RESOURCE_EXHAUSTED   retryable, after `retry_after_s`
+│   ├── Unavailable           UNAVAILABLE          retryable: no server there, draining, or all its attempts failed
+│   ├── DeadlineExceeded      DEADLINE_EXCEEDED    `timeout_s` passed
+│   ├── Cancelled             CANCELLED            by this client, or by the server because this client did not read
+│   ├── AccessDenied          UNAUTHENTICATED, PERMISSION_DENIED
+│   ├── NotSupported          UNIMPLEMENTED        no twopass server, or an older one
+│   └── ServerError           every other status, and an answer that breaks the contract
+└── ClientClosed              the client was used after `close`
+"""
+
+from collections.abc import Mapping
+
+
+class TwopassError(Exception):
+    """Root of everything this library raises on purpose."""
+
+    retryable = False
+
+
+class RequestError(TwopassError):
+    """One call ended without its answer."""
+
+    def __init__(self, message: str, *, status: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class InvalidRequest(RequestError):
+    """Never possible as asked. `field`: what is wrong, as the contract names it; empty if the server did not say."""
+
+    def __init__(self, message: str, *, field: str = "", status: str = "INVALID_ARGUMENT") -> None:
+        super().__init__(message, status=status)
+        self.field = field
+
+
+class RequestTooLarge(RequestError):
+    """The message is over the server's hard limit."""
+
+
+class Overloaded(RequestError):
+    """The server takes nothing more at the moment. `retry_after_s`: its hint."""
+
+    retryable = True
+
+    def __init__(self, message: str, *, retry_after_s: float, status: str = "RESOURCE_EXHAUSTED") -> None:
+        super().__init__(message, status=status)
+        self.retry_after_s = retry_after_s
+
+
+class Unavailable(RequestError):
+    """No server there, it is draining, or all its attempts failed."""
+
+    retryable = True
+
+
+class DeadlineExceeded(RequestError):
+    """`timeout_s` passed before the answer was complete."""
+
+
+class Cancelled(RequestError):
+    """The call was cancelled."""
+
+
+class AccessDenied(RequestError):
+    """The server wants credentials, or better ones."""
+
+
+class NotSupported(RequestError):
+    """The server does not know this call."""
+
+
+class ServerError(RequestError):
+    """A bug on the other side."""
+
+
+class ClientClosed(TwopassError):
+    """The client was used after `close`."""
+
+
+_BY_STATUS: dict[str, type[RequestError]] = {
+    "UNAVAILABLE": Unavailable,
+    "DEADLINE_EXCEEDED": DeadlineExceeded,
+    "CANCELLED": Cancelled,
+    "UNAUTHENTICATED": AccessDenied,
+    "PERMISSION_DENIED": AccessDenied,
+    "UNIMPLEMENTED": NotSupported,
+    "RESOURCE_EXHAUSTED": RequestTooLarge,
+}
+
+
+def from_status(status: str, details: str, metadata: Mapping[str, str]) -> RequestError:
+    """`status`: name of a gRPC status other than OK; `metadata`: the call's trailing metadata."""
+    if status == "INVALID_ARGUMENT":
+        return InvalidRequest(details, field=metadata.get("invalid-field", ""))
+    if status == "RESOURCE_EXHAUSTED" and "retry-after-s" in metadata:
+        return Overloaded(details, retry_after_s=float(metadata["retry-after-s"]))
+    return _BY_STATUS.get(status, ServerError)(details or status, status=status)

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -35,7 +36,8 @@ from protocol.messages import ROUTER_ID, Address, Envelope, Hello, Message, Samp
 from protocol.router_link import LinkConfig
 from router.admission import ClientRequest
 from router.config import RouterConfig
-from router.router import Ended, Router, Tokens
+from router.request import Ended, Tokens
+from router.router import Router
 
 TICK_S = 0.1
 HORIZON_S = 400.0
@@ -131,7 +133,7 @@ class Simulation:
                 self._start_replica(f"{name}-{index}")
         self._router_tick()
         for client in self.clients.values():
-            self._at(self.random.uniform(0.5, 1.2), lambda client=client: self._submit(client))
+            self._at(self.random.uniform(0.5, 1.2), partial(self._submit, client))
 
     # ---- what is drawn
 
@@ -237,7 +239,7 @@ class Simulation:
     def _router_tick(self) -> None:
         self.router.tick()
         for lost in self._router_in.lost():
-            self.router.declare_lost(lost)
+            self.router.replica_lost(lost)
         self._flush_router()
         self._at(TICK_S, self._router_tick)
 
@@ -261,7 +263,7 @@ class Simulation:
             envelope = outgoing.envelope(receiver, message)
             for _ in range(2 if self._chance(self.faults.duplicate) else 1):
                 delay = self.random.uniform(0.0005, 0.002) if self.random.random() < 0.9 else self.random.uniform(0.002, 0.3)
-                self._at(delay, lambda envelope=envelope: self._arrive(envelope))
+                self._at(delay, partial(self._arrive, envelope))
         outbox.clear()
 
     def _arrive(self, envelope: Envelope) -> None:
@@ -398,7 +400,7 @@ class Simulation:
         for pull in self.network.pulls:
             if id(pull) not in self._started_pulls:
                 self._started_pulls.add(id(pull))
-                self._at(self.random.uniform(0.0002, 0.004), lambda pull=pull: self._move(pull))
+                self._at(self.random.uniform(0.0002, 0.004), partial(self._move, pull))
 
     def _move(self, pull: LocalPull) -> None:
         """One block. Now and then the link is so slow that leases and deadlines pass."""

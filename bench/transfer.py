@@ -71,7 +71,8 @@ def pull_seconds(peer: SharedMemoryPeer, ended: "queue.SimpleQueue[float]", src_
     started = time.perf_counter()
     pull = peer.pull(src_blocks, dst_blocks)
     seconds = ended.get() - started
-    assert pull.poll() and not pull.error
+    assert pull.poll()
+    assert not pull.error
     return seconds
 
 

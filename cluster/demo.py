@@ -210,26 +210,26 @@ def _answer_table(answers: list[Answer], width: int) -> Table:
 
 
 def _request_table(answers: list[Answer]) -> Table:
-    table = Table(title="Requests (times in ms)", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title="Requests (times in ms)", title_justify="left", box=box.SIMPLE_HEAD, padding=0)
     table.add_column("request", style="bold cyan")
-    for name in ("tokens\nin", "tokens\nout", "TTFT", *STAGES, "token\np50", "token\np99"):
+    for name in ("tokens", "TTFT", *STAGES, "token\np50", "token\np99"):
         table.add_column(name, justify="right")
     for answer in answers:
         times = [answer.ttft_s, *(answer.stage_s(column) for column in STAGES), answer.inter_token_s(50), answer.inter_token_s(99)]
         milliseconds = [f"{seconds * 1e3:.0f}" for seconds in times]
-        table.add_row(answer.prompt.name, str(answer.num_prompt_tokens), str(len(answer.token_times_s)), *milliseconds)
+        table.add_row(answer.prompt.name, f"{answer.num_prompt_tokens}+{len(answer.token_times_s)}", *milliseconds)
     table.caption = "TTFT = queue + prefill + messages; transfer, decode queue and first step lie between the first and the second token"
     return table
 
 
 def _engine_table(engines: list[dict[str, Any]]) -> Table:
-    table = Table(title="Engines", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title="Engines", title_justify="left", box=box.SIMPLE_HEAD, padding=0)
     table.add_column("engine", style="bold cyan")
-    table.add_column(f"{NUM_TRAYS} steps: tokens of each request")
+    table.add_column(f"{NUM_TRAYS} steps, tokens of each request")
     for name in ("steps", "blocks\nused", "KV\nmoved", "GB/s"):
         table.add_column(name, justify="right")
     for engine in engines:
-        trays = "\n".join("{" + ", ".join(f"{request_id}: {num}" for request_id, num in tray.items()) + "}" for tray in engine["trays"])
+        trays = "\n".join("  ".join(f"{request_id}:{num}" for request_id, num in tray.items()) for tray in engine["trays"])
         table.add_row(
             engine["replica_id"],
             trays or "-",

@@ -87,11 +87,12 @@ class Deployment:
         assert self._router is not None, "the deployment has not started"
         return self._router
 
-    def address(self, replica_id: str) -> Address:
-        """The present life of a replica. Raises KeyError for an unknown one."""
+    def actor(self, replica_id: str) -> Actor:
+        """The process that fills a place now. Raises KeyError for an unknown place."""
         actor = {replica.replica_id: replica.actor for replica in self._replicas}[replica_id]
-        assert actor is not None
-        return actor.address
+        if actor is None:
+            raise StartupError(f"{replica_id} is down")
+        return actor
 
     def loads(self) -> list[ReplicaLoad]:
         """What the router knows of every engine that has greeted it."""

@@ -9,7 +9,7 @@
  6. ended while a pull still writes: the destination stays ours until that is terminal   DRAINING
     Role alone skips 2 to 4: the same scheduler computes the prompt here.
 
-Safety is one order, kept in `_on_pulled`: bytes complete, barrier, then read the word. Only then may blocks enter the prefix cache.
+Safety is one order, kept in `Pulls.ended`: bytes complete, barrier, then read the word. Only then may blocks enter the prefix cache.
 """
 
 from collections import deque
@@ -17,14 +17,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
+from decode_pool.pulls import PullEnd, Pulls
 from engine.runner import Batch, StepOutput
 from engine.scheduler import Scheduler
 from engine.sequence import Request
 from kv_transfer.config import TransferConfig
 from kv_transfer.state import DECODE_TABLE, DecodeEvent, DecodeState, advance
-from kv_transfer.transport import Peer, Pending, Transport
+from kv_transfer.transport import Transport
 from protocol.clock import Clock
-from protocol.errors import InvalidRequest, ProtocolError, TransferError
+from protocol.errors import InvalidRequest, LeaseLost, ProtocolError, TransferError
 from protocol.messages import (
     AbortRequest,
     Address,
@@ -66,10 +67,8 @@ class Decode:
     num_verified_tokens: int = 0
     """Tokens of the prompt whose KV lies here, checked: own prefix hits, then pulls."""
     num_cached_tokens: int = 0
-    pull: Pending | None = None
     pull_until: int = 0
     """`num_verified_tokens` once the running pull is verified."""
-    pull_started_at: float = 0.0
     num_bytes: int = 0
     pull_seconds: float = 0.0
 
@@ -92,18 +91,14 @@ class DecodeService:
         self.address = address
         self.outbox: list[tuple[Address, Message]] = []
         self._scheduler = scheduler
-        self._transport = transport
         self._config = config
         self._hello = hello
         self._block_bytes = block_bytes
         self._clock = clock
         self._link = RouterLink(link, clock, self.outbox)
         self._entries: dict[RequestKey, Decode] = {}
-        self._pulling: dict[RequestKey, Decode] = {}
+        self._pulls = Pulls(transport, clock)
         self._num_early = 0
-        self._peers: dict[Address, Peer] = {}
-        self._retired: list[tuple[Address, Peer]] = []
-        """Mappings of replaced prefill replicas, closed when no pull uses them."""
         self.timers: Timers[tuple[str, RequestKey]] = Timers()
         self._drain_at: float | None = None
         self._num_arrivals = 0
@@ -153,8 +148,8 @@ class DecodeService:
     def tick(self) -> None:
         """Ended pulls, timers, the router's silence, the drain deadline, the status."""
         now = self._clock()
-        if self._pulling:
-            self._poll_pulls()
+        for end in self._pulls.ended():
+            self._on_pull_end(self._entries[end.key], end)
         renewals: dict[Address, list[tuple[RequestKey, int]]] = {}
         for kind, key in self.timers.due(now):
             entry = self._entries.get(key)
@@ -164,8 +159,8 @@ class DecodeService:
             if kind == "renew" and entry.source is not None and entry.handoff is not None:
                 renewals.setdefault(entry.source, []).append((key, entry.handoff.lease_id))
                 self.timers.set(("renew", key), now + self._config.lease_s / 3)
-            elif kind == "pull" and entry.pull is not None:
-                entry.pull.cancel()
+            elif kind == "pull":
+                self._pulls.cancel(key)
             elif kind == "early":
                 self._forget(entry, DecodeEvent.EARLY_TIMER)
             elif kind == "deadline":
@@ -261,8 +256,8 @@ class DecodeService:
     def check_idle(self) -> None:
         """Raises ProtocolError unless every block is free and no timer is left (I2)."""
         self._scheduler.check_idle()
-        if self._pulling or self._num_early:
-            raise ProtocolError(f"an idle decode engine counts {len(self._pulling)} pulls and {self._num_early} early handoffs")
+        if self._pulls or self._num_early:
+            raise ProtocolError(f"an idle decode engine counts {len(self._pulls)} pulls and {self._num_early} early handoffs")
 
     # ---- messages
 
@@ -351,13 +346,10 @@ class DecodeService:
     def _on_peer_up(self, envelope: Envelope) -> None:
         """Opens a prefill replica's cache. One that cannot be opened has no mapping: attempts that need it fail and say so."""
         message = cast(PeerUp, envelope.message)
-        for address in [old for old in self._peers if old.replica_id == message.peer.replica_id]:
-            self._retired.append((address, self._peers.pop(address)))
         try:
-            self._peers[message.peer] = self._transport.connect(message.endpoint)
+            self._pulls.connect(message.peer, message.endpoint)
         except TransferError:
             self.counters["pull_failures"] += 1
-        self._close_retired()
 
     def _on_drain(self, envelope: Envelope) -> None:
         self._drain_at = self._clock() + cast(Drain, envelope.message).deadline_s
@@ -367,7 +359,7 @@ class DecodeService:
     def _pull_more(self, entry: Decode) -> None:
         """Starts the next pull if more is ready than verified and none is under way; queues the request when nothing is missing."""
         handoff, block_ids = entry.handoff, entry.block_ids
-        if entry.pull is not None or handoff is None or block_ids is None or entry.source is None:
+        if entry.key in self._pulls or handoff is None or block_ids is None or entry.source is None:
             return
         if handoff.num_ready_tokens <= entry.num_verified_tokens:
             if handoff.final:
@@ -376,51 +368,40 @@ class DecodeService:
         first = entry.num_verified_tokens // self._hello.block_size
         end = -(-handoff.num_ready_tokens // self._hello.block_size)
         try:
-            if entry.source not in self._peers:
-                raise TransferError(f"{entry.source.replica_id} could not be opened")
-            entry.pull = self._peers[entry.source].pull(handoff.block_ids[first:end], block_ids[first:end])
+            self._pulls.start(
+                entry.key,
+                entry.source,
+                handoff.block_ids[first:end],
+                block_ids[first:end],
+                lease_slot=handoff.lease_slot,
+                lease_id=handoff.lease_id,
+            )
         except TransferError as error:
-            self._pull_failed(entry, str(error))
+            self._pull_failed(entry, error)
             return
         self._move(entry, DecodeEvent.PULL_STARTED, DecodeState.RESERVED)
         entry.pull_until = handoff.num_ready_tokens
-        entry.pull_started_at = self._clock()
         entry.num_bytes += (end - first) * self._block_bytes
-        self._pulling[entry.key] = entry
         self.timers.set(("pull", entry.key), self._clock() + self._config.pull_timeout_s)
         self.counters["pulls"] += 1
 
-    def _poll_pulls(self) -> None:
-        for entry in [entry for entry in self._pulling.values() if entry.pull is not None and entry.pull.poll()]:
-            self._on_pulled(entry)
-        self._close_retired()
-
-    def _on_pulled(self, entry: Decode) -> None:
-        """A pull is terminal. The word is read after the last byte; unless it still names our lease, the bytes count for nothing."""
-        pull, handoff, source = entry.pull, entry.handoff, entry.source
-        assert pull is not None and handoff is not None and source is not None
-        entry.pull = None
-        del self._pulling[entry.key]
+    def _on_pull_end(self, entry: Decode, end: PullEnd) -> None:
+        """A pull is terminal: its blocks count if the lease was live after the last byte, else the attempt fails."""
         self.timers.cancel(("pull", entry.key))
-        entry.pull_seconds += self._clock() - entry.pull_started_at
+        entry.pull_seconds += end.seconds
         if entry.state is DecodeState.DRAINING:
             self._drop(entry, DecodeEvent.PULL_ENDED, "ended")
-            return
-        if pull.error:
-            self._pull_failed(entry, pull.error)
-            return
-        if self._peer(source).read_word(handoff.lease_slot) != handoff.lease_id:
-            self.counters["leases_lost"] += 1
-            self._pull_failed(entry, "lease lost")
-            return
-        self._move(entry, DecodeEvent.PULL_VERIFIED, DecodeState.RESERVED)
-        entry.num_verified_tokens = entry.pull_until
-        self._scheduler.publish(entry.key, entry.num_verified_tokens)
-        self._pull_more(entry)
+        elif end.error is not None:
+            self._pull_failed(entry, end.error)
+        else:
+            self._move(entry, DecodeEvent.PULL_VERIFIED, DecodeState.RESERVED)
+            entry.num_verified_tokens = entry.pull_until
+            self._scheduler.publish(entry.key, entry.num_verified_tokens)
+            self._pull_more(entry)
 
-    def _pull_failed(self, entry: Decode, error: str) -> None:
-        self.counters["pull_failures"] += 1
-        self._leave(entry, DecodeEvent.PULL_FAILED, "failed", error)
+    def _pull_failed(self, entry: Decode, error: TransferError) -> None:
+        self.counters["leases_lost" if isinstance(error, LeaseLost) else "pull_failures"] += 1
+        self._leave(entry, DecodeEvent.PULL_FAILED, "failed", str(error))
 
     def _arrive(self, entry: Decode, handoff: KVHandoff) -> None:
         """All KV is here and checked: the lease ends, the sequence joins the batch."""
@@ -435,19 +416,6 @@ class DecodeService:
         self.counters["pull_seconds"] += entry.pull_seconds
         entry.timeline.enter("decode_queue")
         self._scheduler.arrive(entry.key, handoff.first_token_id)
-
-    def _peer(self, source: Address) -> Peer:
-        if source in self._peers:
-            return self._peers[source]
-        return next(peer for address, peer in self._retired if address == source)
-
-    def _close_retired(self) -> None:
-        """Unmaps replaced peers that no pull reads any more."""
-        used = {entry.source for entry in self._pulling.values()}
-        for address, peer in self._retired:
-            if address not in used:
-                peer.close()
-        self._retired = [(address, peer) for address, peer in self._retired if address in used]
 
     # ---- the router
 
@@ -471,7 +439,7 @@ class DecodeService:
         """Ends an attempt for the given reason, telling the router if the reason is ours; waits for a pull that is still writing."""
         if kind is not None and entry.request is not None:
             self._link.end(entry.key, entry.request.slot, kind, error=reason)
-        if entry.pull is None:
+        if entry.key not in self._pulls:
             self._drop(entry, event, reason)
             return
         self._move(entry, event, DecodeState.DRAINING)
@@ -519,7 +487,7 @@ class DecodeService:
             num_waiting=scheduler.num_waiting,
             num_running=scheduler.num_running,
             num_leases=0,
-            num_pulls=len(self._pulling),
+            num_pulls=len(self._pulls),
             num_early_handoffs=self._num_early,
             num_free_blocks=scheduler.num_free_blocks,
             counters=dict(self.counters),

@@ -1,18 +1,18 @@
 """The shell that drives one engine in a process: two threads around a synchronous service and a runner.
 
- 1. Any thread calls `deliver(envelope)` or `wake()`; both only put into the inbox.
- 2. The loop thread owns the service. It sleeps on the inbox, for at most `TICK_S`.
- 3. Envelopes pass `protocol.delivery`, which restores their order, and reach `service.handle`.
- 4. A finished step reaches `service.commit`, a failed one `service.step_failed`.
- 5. `service.tick` looks at deadlines, leases and timeouts: at every turn, also while a step runs and when idle.
- 6. If the step thread is free, `service.schedule` builds the next batch and the step thread gets it. It executes, and nothing else.
- 7. What the service left in its outbox is numbered and sent.
+1. Any thread calls `deliver(envelope)` or `wake()`; both only put into the inbox.
+2. The loop thread owns the service. It sleeps on the inbox, for at most `TICK_S`.
+3. Envelopes pass `protocol.delivery`, which restores their order, and reach `service.handle`.
+4. A finished step reaches `service.commit`, a failed one `service.step_failed`.
+5. `service.tick` looks at deadlines, leases and timeouts: at every turn, also while a step runs and when idle.
+6. If the step thread is free (or has only one batch, when asynchronous), `service.schedule` builds the next one for it. It executes,
+   and nothing else.
+7. What the service left in its outbox is numbered and sent.
 """
 
 import queue
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
@@ -66,8 +66,8 @@ class _Signal(Enum):
 class EngineLoop:
     """Verbs: `start`, `drain`, `stop`; inlets: `deliver`, `wake`. The outlet `send` is called on the loop thread and must not block.
 
-    `asynchronous`: the next batch is built while the step before it runs, and starts right after that one's commit, so it never holds a
-    token the runner does not know. The service must then allow `schedule` once more before a `commit`.
+    `asynchronous`: the next batch is built while the step before it runs, and starts right after it, before that one's commit. The
+    service must then allow `schedule` once more before a `commit`, the runner batches with pending tokens.
     `on_failure`: called once, from the thread that died of an error nobody expects; the loop has ended then, and the process should.
     """
 
@@ -92,8 +92,7 @@ class EngineLoop:
         self._router: Address | None = None
         self._inbox: queue.SimpleQueue[Envelope | Drain | StepOutput | _StepFailed | _Signal] = queue.SimpleQueue()
         self._steps: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
-        self._executing = False
-        self._ahead: deque[Batch] = deque()
+        self._num_in_flight = 0
         self._idle = threading.Event()
         self._idle_lock = threading.Lock()
         """Held while `_idle` is made to agree with the inbox: set only if that is empty."""
@@ -169,7 +168,7 @@ class EngineLoop:
                 self._fill()
             self._flush()
             with self._idle_lock:
-                if self._service.idle and not self._executing and self._inbox.empty():
+                if self._service.idle and not self._num_in_flight and self._inbox.empty():
                     self._idle.set()
 
     def _put(self, item: Envelope | Drain) -> None:
@@ -189,27 +188,20 @@ class EngineLoop:
             case Drain():
                 self._service.handle(Envelope(self.address, self.address, 0, item))
             case StepOutput():
-                self._executing = False
+                self._num_in_flight -= 1
                 self._service.commit(item)
             case _StepFailed():
-                self._executing = False
+                self._num_in_flight -= 1
                 self._service.step_failed(item.error)
             case _Signal():
                 return item is _Signal.WAKE
         return True
 
     def _fill(self) -> None:
-        """Gives the step thread its next batch if it is free, and builds as many ahead as the depth allows."""
-        while True:
-            if self._ahead and not self._executing:
-                self._steps.put(self._ahead.popleft())
-                self._executing = True
-            if self._executing + len(self._ahead) >= self._depth:
-                return
-            batch = self._service.schedule()
-            if batch is None:
-                return
-            self._ahead.append(batch)
+        """Gives the step thread as many batches as the depth allows."""
+        while self._num_in_flight < self._depth and (batch := self._service.schedule()) is not None:
+            self._num_in_flight += 1
+            self._steps.put(batch)
 
     def _report_lost(self) -> None:
         for lost in self._incoming.lost():

@@ -353,7 +353,10 @@ class Scheduler:
         return np.array(list(given.values()), np.int32)
 
     def _place_last(self, position: int, num: int) -> int | None:
-        """The only sequence left in the batch lacks blocks: it takes what fits, waits while others own blocks, or ends (None)."""
+        """The only sequence left in the batch lacks blocks: it takes what fits, or waits while others own blocks.
+
+        None: it has left, evicted for an arrived one that would have no seat, or ended because it owns the whole pool.
+        """
         table, size = self._table, self.config.block_size
         capacity = int(table.capacity[position])
         fits = capacity + self.blocks.num_free * size - int(table.computed[position])
@@ -361,6 +364,9 @@ class Scheduler:
             num = min(num, fits)
             self._grow(position, self._want(position, num))
             return num
+        if self._arrived and self.config.max_num_seqs == 1:
+            self._preempt(position)
+            return None
         if self.blocks.num_owned > capacity // size:
             return 0
         key = table.running[position].request.key

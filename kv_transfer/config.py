@@ -20,13 +20,10 @@ class TransferConfig:
     """A revoked lease waits this long for the decode engine's answer before its blocks are taken back."""
     max_early_handoffs: int = 1024
     """Handoffs a decode engine keeps that came before their request."""
-    num_lease_slots: int = 1024
-    """Leases a prefill engine may have live at once."""
 
     def __post_init__(self) -> None:
         for name in ("pull_timeout_s", "lease_s", "revoke_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}: {getattr(self, name)} is not above 0")
-        for name in ("max_early_handoffs", "num_lease_slots"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: {getattr(self, name)} is below 1")
+        if self.max_early_handoffs < 1:
+            raise ConfigError(f"max_early_handoffs: {self.max_early_handoffs} is below 1")

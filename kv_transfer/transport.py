@@ -1,9 +1,9 @@
 """The interface every transport keeps. Block ids go in, bytes move, a word is read; no request is known here.
 
-    export(cache, lease_words) -> Endpoint      the prefill side makes its blocks and lease words readable
-    connect(endpoint) -> Peer                   the decode side opens them
-    peer.pull(src_blocks, dst_blocks) -> Pending
-    peer.read_word(slot) -> int                 read after the last byte of a pull has arrived
+export(cache, lease_words) -> Endpoint      the prefill side makes its blocks and lease words readable
+connect(endpoint) -> Peer                   the decode side opens them
+peer.pull(src_blocks, dst_blocks) -> Pending
+peer.read_word(slot) -> int                 read after the last byte of a pull has arrived
 """
 
 from collections.abc import Sequence

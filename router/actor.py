@@ -37,7 +37,8 @@ class RouterActor:
         self._send = send
         self._core = Router(config, address=address, clock=time.monotonic, seed=time.time_ns())
         self._model_dir, self._vocab_size = model_dir, vocab_size
-        self._serving: asyncio.Task[None] | None = None
+        self._inbox: asyncio.Queue[Envelope] = asyncio.Queue()
+        self._serving: asyncio.Future[object] | None = None
 
     async def start(self) -> int:
         """Loads the tokenizer and listens; returns the port. Raises StartupError."""
@@ -46,12 +47,11 @@ class RouterActor:
         self._door = FrontDoor(self._core, tokenizer, self._config, model, send=self._post, clock=time.monotonic)
         self._server = Server(self._door, self._config)
         port = await self._server.start()
-        self._serving = asyncio.create_task(self._server.wait())
+        self._serving = asyncio.gather(self._server.wait(), self._receive())
         return port
 
     async def deliver(self, envelope: Envelope) -> None:
-        for ordered in self._incoming.accept(envelope):
-            self._door.deliver(ordered)
+        self._inbox.put_nowait(envelope)
 
     async def replica_started(self, address: Address) -> None:
         """The supervisor has started an engine; the core's next tick greets it."""
@@ -72,7 +72,7 @@ class RouterActor:
     async def take_lost(self) -> list[Address]:
         """Engines that are to be ended because their messages have a lasting gap; each is named once."""
         for address in self._incoming.lost():
-            self._core.declare_lost(address)
+            self._core.replica_lost(address)
         lost, self._core.lost = self._core.lost, []
         return lost
 
@@ -94,6 +94,13 @@ class RouterActor:
         """Closes the port and ends open calls."""
         if self._serving is not None:
             await self._server.stop(STOP_GRACE_S)
+            self._serving.cancel()
+
+    async def _receive(self) -> None:
+        """Hands messages on in order. What it raises is a bug in the core; `failure` tells of it, while a call's own error reaches nobody."""
+        while True:
+            for envelope in self._incoming.accept(await self._inbox.get()):
+                self._door.deliver(envelope)
 
     def _post(self, receiver: Address, message: Message) -> None:
         self._send(self._outgoing.envelope(receiver, message))

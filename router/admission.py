@@ -31,6 +31,9 @@ class Limits:
     def of(cls, hello: Hello) -> "Limits":
         return cls(hello.max_model_len, (hello.num_blocks - 1) * hello.block_size)
 
+    def smaller(self, other: "Limits") -> "Limits":
+        return Limits(min(self.max_model_len, other.max_model_len), min(self.num_pool_tokens, other.num_pool_tokens))
+
     def check(self, request: ClientRequest) -> int:
         """Returns the answer's length limit in tokens, clipped to the model's; raises InvalidRequest for what can never fit."""
         num_prompt = len(request.prompt_token_ids)

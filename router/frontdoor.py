@@ -1,6 +1,6 @@
 """What every front door shares: it owns the router's core and carries each request through it.
 
- 1. `generate` takes a parsed message's bytes off the event loop to validate and tokenise them.
+ 1. `generate` reads, validates and tokenises a message off the event loop.
  2. The core is handed the request (`submit`), or refuses it with a RequestError.
  3. After every input, a tick included, `pump` sends the core's outbox to the engines and its events to the answers they belong to.
  4. `generate` takes an answer's tokens as fast as its client does, several steps at once if the client is slow, and makes text of them.
@@ -22,8 +22,8 @@ from protocol.messages import Address, Envelope, Int32, Message
 from router.admission import ClientRequest
 from router.config import RouterConfig
 from router.detokenizer import Detokenizer
-from router.parse import Parsed, parse_bytes, parse_generate, parse_tokenize
-from router.router import Ended, Tokens
+from router.parse import Parsed, parse_generate, parse_tokenize
+from router.request import Ended, Tokens
 from router.tokenizer import Tokenizer
 from twopass.proto import twopass_pb2 as pb
 
@@ -122,17 +122,15 @@ class FrontDoor:
         """Ends the threads; for when nothing is open any more."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def tokenize(self, data: bytes) -> pb.TokenizeResponse:
-        """`data`: a serialised TokenizeRequest. Raises RequestError."""
-
-        def work() -> Int32:
-            return parse_tokenize(parse_bytes(pb.TokenizeRequest, data, self._config.max_message_bytes), self.tokenizer)
-
-        token_ids = await self._in_thread(work)
+    async def tokenize(self, read: Callable[[], pb.TokenizeRequest]) -> pb.TokenizeResponse:
+        """`read` is called in a thread and may raise RequestError, as this does."""
+        token_ids = await self._in_thread(lambda: parse_tokenize(read(), self.tokenizer))
         return pb.TokenizeResponse(token_ids=token_ids.tolist(), max_model_len=self.core.max_model_len)
 
-    async def generate(self, data: bytes, *, deadline_s: float | None) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """One answer in pieces, the last with `finish_reason`. `data`: a serialised GenerateRequest. Raises RequestError.
+    async def generate(
+        self, read: Callable[[], pb.GenerateRequest], *, deadline_s: float | None
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """One answer in pieces, the last with `finish_reason`. `read` is called in a thread and may raise RequestError, as this does.
 
         Close the generator (`contextlib.aclosing`): that is what cancels an answer nobody waits for.
         """
@@ -140,7 +138,7 @@ class FrontDoor:
 
         def work() -> Parsed:
             return parse_generate(
-                parse_bytes(pb.GenerateRequest, data, self._config.max_message_bytes),
+                read(),
                 self.tokenizer,
                 vocab_size=self.model.vocab_size,
                 max_model_len=self.core.max_model_len,

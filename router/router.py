@@ -10,8 +10,8 @@
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple, cast
+from dataclasses import replace
+from typing import Literal, cast
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from protocol.messages import (
     AbortReason,
     AbortRequest,
     Address,
-    Drain,
     End,
     Envelope,
     FinishReason,
@@ -30,62 +29,16 @@ from protocol.messages import (
     Int32,
     Message,
     PeerGap,
-    PeerUp,
     ReplicaStatus,
     RequestKey,
-    RouterStatus,
     StepTokens,
 )
 from protocol.timers import Timers
-from router.admission import ClientRequest, Limits, WaitingLine
+from router.admission import ClientRequest, WaitingLine
 from router.config import RouterConfig
+from router.fleet import Fleet
 from router.policy import Pick, Replica, least_in_flight
-
-
-class Usage(NamedTuple):
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-
-
-class Tokens(NamedTuple):
-    """New tokens of an answer, in order, without gap or repeat. int32 [n]."""
-
-    request_id: str
-    token_ids: Int32
-
-
-class Ended(NamedTuple):
-    """The one terminal event of a request: a finish reason, or an error."""
-
-    request_id: str
-    finish_reason: FinishReason | None
-    error: RequestError | None
-    usage: Usage
-    stages: dict[str, float]
-    attempts: int
-
-
-@dataclass(slots=True)
-class Open:
-    """One accepted request that is not closed. QUEUED while it has no `key`, ACTIVE while it has one."""
-
-    request: ClientRequest
-    slot: int
-    max_tokens: int
-    accepted_at: float
-    since: float
-    """When it was queued or dispatched last."""
-    key: RequestKey | None = None
-    attempt: int = 0
-    num_failures: int = 0
-    prefill: Address | None = None
-    decode: Address | None = None
-    decode_seen: bool = False
-    delivered: list[int] = field(default_factory=list)
-    num_cached_tokens: int = 0
-    stages: dict[str, float] = field(default_factory=dict)
-    attempt_stages: dict[str, float] = field(default_factory=dict)
+from router.request import Ended, Open, Tokens, Usage
 
 
 class Router:
@@ -100,9 +53,7 @@ class Router:
         self._config = config
         self._clock = clock
         self._random = random.Random(seed)
-        self._limits: Limits | None = None
-        self._started: dict[str, Address] = {}
-        self._replicas: dict[Address, Replica] = {}
+        self._fleet = Fleet(clock, self.outbox, replica_timeout_s=config.replica_timeout_s)
         self._open: dict[int, Open] = {}
         self._slots: dict[str, int] = {}
         self._line = WaitingLine(config.max_queue)
@@ -117,9 +68,9 @@ class Router:
         )
         self._handlers: dict[type, Callable[[Envelope], None]] = {
             StepTokens: self._on_tokens,
-            ReplicaStatus: self._on_status,
-            Hello: self._on_hello,
-            PeerGap: self._on_gap,
+            ReplicaStatus: self._fleet.on_status,
+            Hello: self._fleet.on_hello,
+            PeerGap: lambda envelope: self.replica_lost(cast(PeerGap, envelope.message).peer),
         }
 
     # ---- clients
@@ -128,11 +79,11 @@ class Router:
         """Accepts a request, or raises a RequestError. Once accepted, exactly one `Ended` follows."""
         if self._draining:
             raise Draining("the deployment is draining")
-        if self._limits is None:
+        if self._fleet.limits is None:
             raise RequestFailed("no decode engine has started yet")
         if request.request_id in self._slots:
             raise InvalidRequest("request_id", request.request_id, "already in use")
-        max_tokens = self._limits.check(request)
+        max_tokens = self._fleet.limits.check(request)
         self._line.check_room()
         now = self._clock()
         if request.sampling.seed is None:
@@ -153,6 +104,7 @@ class Router:
         if entry is not None:
             self._abort_engines(entry, "client")
             self._close(entry, None, RequestCancelled("cancelled by the client"))
+            self._dispatch()
 
     def stop(self, request_id: str) -> None:
         """A stop string is complete in the delivered text: the answer ends here, tokens decoded past it are waste."""
@@ -160,13 +112,13 @@ class Router:
         if entry is not None:
             self._abort_engines(entry, "superseded")
             self._close(entry, "stop", None)
+            self._dispatch()
 
     # ---- engines
 
     def handle(self, envelope: Envelope) -> None:
         """One message of an engine, in its order. What comes from an epoch that is not the replica's present one is dropped."""
-        known = self._started.get(envelope.sender.replica_id)
-        if envelope.receiver != self.address or known != envelope.sender:
+        if envelope.receiver != self.address or not self._fleet.knows(envelope.sender):
             self.counters["ignored"] += 1
             return
         handler = self._handlers.get(type(envelope.message))
@@ -177,26 +129,28 @@ class Router:
 
     def replica_started(self, address: Address) -> None:
         """The supervisor started an engine. It answers our status with its `Hello`."""
-        old = self._started.get(address.replica_id)
-        if old is not None and old.epoch < address.epoch:
+        old = self._fleet.started(address)
+        if old is not None:
             self.replica_down(old)
-        self._started[address.replica_id] = address
-        self.outbox.append((address, self._router_status()))
+        self._send_status(address)
 
     def replica_down(self, address: Address) -> None:
         """An engine is dead for certain: its attempts go on elsewhere."""
-        if self._started.get(address.replica_id) == address:
-            del self._started[address.replica_id]
-        if self._replicas.pop(address, None) is not None:
-            self._leave_replica(address, suspected=False)
-            self._dispatch()
+        self._fleet.down(address)
+        self._leave_replica(address, suspected=False)
+        self._dispatch()
+
+    def replica_lost(self, address: Address) -> None:
+        """Messages from an engine are missing for good. It may still live: its attempts are aborted there, and the supervisor is told."""
+        if self._fleet.knows(address):
+            self.lost.append(address)
+            self._fleet.suspect(address)
+            self._leave_replica(address, suspected=True)
+            self.replica_down(address)
 
     def drain_replica(self, address: Address, deadline_s: float) -> None:
         """Sends nothing new there; what it has by the deadline comes back and goes elsewhere."""
-        replica = self._replicas.get(address)
-        if replica is not None:
-            replica.state = "draining"
-            self.outbox.append((address, Drain(deadline_s=deadline_s)))
+        self._fleet.drain(address, deadline_s)
 
     def drain(self, deadline_s: float) -> None:
         """Takes nothing new; what is open by the deadline is ended with an error."""
@@ -212,18 +166,15 @@ class Router:
             self._close(entry, None, DeadlineExceeded(f"deadline: {entry.request.deadline_s} s have passed"))
         if self._config.queue_ttl_s is not None:
             self._expire_queued(now - self._config.queue_ttl_s)
-        for replica in self._replicas.values():
-            if replica.state != "suspected" and now - replica.heard_at >= self._config.replica_timeout_s:
-                replica.state = "suspected"
-                self._leave_replica(replica.address, suspected=True)
+        for address in self._fleet.newly_silent():
+            self._leave_replica(address, suspected=True)
         if self._drain_at is not None and now >= self._drain_at:
             for entry in list(self._open.values()):
                 self._abort_engines(entry, "superseded")
                 self._close(entry, None, Draining("the deployment was shut down"))
         if now >= self._status_at:
             self._status_at = now + self._config.status_interval_s
-            status = self._router_status()
-            self.outbox.extend((address, status) for address in self._started.values())
+            self._send_status()
         self._dispatch()
 
     # ---- what shells may ask
@@ -231,7 +182,7 @@ class Router:
     @property
     def ready(self) -> bool:
         """A decode engine is up and new requests are taken."""
-        return not self._draining and any(r.hello.role == "decode" and r.state == "up" for r in self._replicas.values())
+        return not self._draining and self._fleet.ready
 
     @property
     def drained(self) -> bool:
@@ -243,60 +194,17 @@ class Router:
 
     @property
     def max_model_len(self) -> int:
-        return self._limits.max_model_len if self._limits else 0
+        return self._fleet.limits.max_model_len if self._fleet.limits else 0
 
     def replicas(self) -> Iterator[Replica]:
         """Every engine that has said hello and is not down."""
-        return iter(self._replicas.values())
+        return iter(self._fleet)
 
     def active(self) -> list[Open]:
         """Requests that engines work on."""
         return [entry for entry in self._open.values() if entry.key is not None]
 
     # ---- messages of engines
-
-    def _on_hello(self, envelope: Envelope) -> None:
-        hello, address = cast(Hello, envelope.message), envelope.sender
-        self._replicas[address] = Replica(address, hello, self._clock())
-        if hello.role == "prefill":
-            self._introduce(address, hello)
-            return
-        limits = Limits.of(hello)
-        if self._limits is not None:
-            limits = Limits(
-                min(limits.max_model_len, self._limits.max_model_len), min(limits.num_pool_tokens, self._limits.num_pool_tokens)
-            )
-        self._limits = limits
-        for replica in self._replicas.values():
-            if replica.hello.role == "prefill":
-                self.outbox.append((address, PeerUp(peer=replica.address, endpoint=replica.hello.endpoint)))
-
-    def _introduce(self, prefill: Address, hello: Hello) -> None:
-        up = PeerUp(peer=prefill, endpoint=hello.endpoint)
-        self.outbox.extend((r.address, up) for r in self._replicas.values() if r.hello.role == "decode")
-
-    def _on_status(self, envelope: Envelope) -> None:
-        replica = self._replicas.get(envelope.sender)
-        if replica is None:
-            self.counters["ignored"] += 1
-            return
-        status = cast(ReplicaStatus, envelope.message)
-        replica.status, replica.heard_at = status, self._clock()
-        if replica.state == "suspected":
-            replica.state = "draining" if status.state == "draining" else "up"
-
-    def _on_gap(self, envelope: Envelope) -> None:
-        peer = cast(PeerGap, envelope.message).peer
-        self.declare_lost(peer)
-
-    def declare_lost(self, address: Address) -> None:
-        """Messages from an engine are missing for good. It may still live: its attempts are aborted there, and the supervisor is told."""
-        if self._started.get(address.replica_id) == address:
-            self.lost.append(address)
-            if address in self._replicas:
-                self._replicas[address].state = "suspected"
-                self._leave_replica(address, suspected=True)
-            self.replica_down(address)
 
     def _on_tokens(self, envelope: Envelope) -> None:
         message, sender = cast(StepTokens, envelope.message), envelope.sender
@@ -336,7 +244,7 @@ class Router:
         if sender == entry.decode and not entry.decode_seen:
             entry.decode_seen = True
             if entry.prefill is not None:
-                self._lower(entry.prefill)
+                self._fleet.lower_in_flight(entry.prefill)
         new = token_ids[num_delivered - offset :]
         self.counters["repeated_tokens"] += len(token_ids) - len(new)
         if len(new):
@@ -363,11 +271,8 @@ class Router:
         """Gives engines to the head of the line as long as the policy finds some. The head that finds none stops the line."""
         while (slot := self._line.head()) is not None:
             entry = self._open[slot]
-            pools: dict[str, list[Replica]] = {"prefill": [], "decode": []}
-            for replica in self._replicas.values():
-                pools[replica.hello.role].append(replica)
             num_known = len(entry.request.prompt_token_ids) + len(entry.delivered)
-            pick = least_in_flight(pools["prefill"], pools["decode"], num_prompt_tokens=num_known)
+            pick = least_in_flight(self._fleet.pool("prefill"), self._fleet.pool("decode"), num_prompt_tokens=num_known)
             if pick is None:
                 return
             self._line.remove(slot)
@@ -375,7 +280,7 @@ class Router:
 
     def _start_attempt(self, entry: Open, pick: Pick) -> None:
         now = self._clock()
-        self._add_stage(entry, "router_queue", now)
+        entry.spent("router_queue", now)
         entry.attempt += 1
         entry.key = RequestKey(self.address.epoch, entry.request.request_id, entry.attempt)
         entry.prefill, entry.decode, entry.decode_seen = pick.prefill, pick.decode, False
@@ -397,29 +302,24 @@ class Router:
             cache_salt=request.cache_salt,
         )
         self.outbox.append((pick.decode, message))
-        self._replicas[pick.decode].in_flight += 1
+        self._fleet.raise_in_flight(pick.decode)
         self.counters["alone" if pick.prefill is None else "disaggregated"] += 1
         if pick.prefill is not None:
             self.outbox.append((pick.prefill, replace(message, role="prefill", peer=pick.decode)))
-            self._replicas[pick.prefill].in_flight += 1
+            self._fleet.raise_in_flight(pick.prefill)
 
     def _leave_attempt(self, entry: Open) -> None:
         """The one way out of ACTIVE: both in-flight counters go down, what the attempt spent is booked."""
         if entry.key is None:
             return
         if entry.decode is not None:
-            self._lower(entry.decode)
+            self._fleet.lower_in_flight(entry.decode)
         if entry.prefill is not None and not entry.decode_seen:
-            self._lower(entry.prefill)
+            self._fleet.lower_in_flight(entry.prefill)
         entry.key = entry.prefill = entry.decode = None
 
-    def _lower(self, address: Address) -> None:
-        replica = self._replicas.get(address)
-        if replica is not None:
-            replica.in_flight -= 1
-
     def _requeue(self, entry: Open, *, front: bool) -> None:
-        self._add_stage(entry, "lost_attempts", self._clock())
+        entry.spent("lost_attempts", self._clock())
         entry.attempt_stages.clear()
         self._leave_attempt(entry)
         self._line.push(entry.slot, entry.request.priority, front=front)
@@ -469,22 +369,14 @@ class Router:
         elif isinstance(error, RequestFailed):
             outcome = "failed"
         self.counters[outcome] += 1
-        self._add_stage(entry, "router_queue" if entry.key is None else "attempt", self._clock())
-        # The last attempt's time, as its engines report it; what they do not account for was spent on the way.
-        attempt_s = entry.stages.pop("attempt", 0.0)
-        reported_s = sum(entry.attempt_stages.values())
-        entry.stages.update(entry.attempt_stages, messages=max(0.0, attempt_s - reported_s))
+        stages = entry.close_stages(self._clock())
         self._leave_attempt(entry)
         self._line.remove(entry.slot)
         self._timers.cancel(entry.slot)
         del self._open[entry.slot]
         del self._slots[entry.request.request_id]
         usage = Usage(len(entry.request.prompt_token_ids), entry.num_cached_tokens, len(entry.delivered))
-        self.events.append(Ended(entry.request.request_id, finish_reason, error, usage, entry.stages, entry.attempt))
-
-    def _add_stage(self, entry: Open, stage: str, now: float) -> None:
-        entry.stages[stage] = entry.stages.get(stage, 0.0) + now - entry.since
-        entry.since = now
+        self.events.append(Ended(entry.request.request_id, finish_reason, error, usage, stages, entry.attempt))
 
     def _expire_queued(self, before: float) -> None:
         for entry in [e for e in self._open.values() if e.key is None and e.attempt == 0 and e.accepted_at <= before]:
@@ -494,7 +386,6 @@ class Router:
         slot = self._slots.get(request_id)
         return None if slot is None else self._open[slot]
 
-    def _router_status(self) -> RouterStatus:
+    def _send_status(self, to: Address | None = None) -> None:
         self._status_seq += 1
-        room = [r.status.num_free_blocks for r in self._replicas.values() if r.hello.role == "prefill" and r.state == "up" and r.status]
-        return RouterStatus(router_epoch=self.address.epoch, seq=self._status_seq, prefill_room_blocks=max(room, default=0))
+        self._fleet.send_status(self.address.epoch, self._status_seq, to)

@@ -8,6 +8,7 @@
 
 import asyncio
 from contextlib import aclosing
+from functools import partial
 from typing import NoReturn, Protocol
 
 import grpc
@@ -24,6 +25,8 @@ SERVICE = "twopass.v1.Twopass"
 MAX_DETAILS_CHARACTERS = 1024
 HARD_LIMIT_FACTOR = 4
 """Between max_message_bytes and this many times as much a call gets a status that says what is wrong with it."""
+FLUSH_TICKS = 10
+"""Ticks that the core's last errors have to reach their clients before what is left is cut off."""
 
 
 class Context(Protocol):
@@ -86,10 +89,10 @@ class Server:
                 task.result()
 
     async def stop(self, grace_s: float) -> None:
-        """Accepts nothing new, gives open answers `grace_s` seconds to end, then cancels them."""
+        """Accepts nothing new, gives open answers `grace_s` seconds to end, then ends them with an error."""
         self._door.drain(grace_s)
         await self._health.enter_graceful_shutdown()
-        await self._server.stop(grace_s)
+        await self._server.stop(grace_s + FLUSH_TICKS * self._config.tick_interval_s)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -111,7 +114,8 @@ class Server:
 
     async def _generate(self, data: bytes, context: Context) -> None:
         try:
-            async with aclosing(self._door.generate(data, deadline_s=context.time_remaining())) as pieces:
+            read = partial(parse_bytes, pb.GenerateRequest, data, self._config.max_message_bytes)
+            async with aclosing(self._door.generate(read, deadline_s=context.time_remaining())) as pieces:
                 async for piece in pieces:
                     await self._write(context, piece)
         except RequestError as error:
@@ -126,7 +130,7 @@ class Server:
 
     async def _tokenize(self, data: bytes, context: Context) -> pb.TokenizeResponse:
         try:
-            return await self._door.tokenize(data)
+            return await self._door.tokenize(partial(parse_bytes, pb.TokenizeRequest, data, self._config.max_message_bytes))
         except RequestError as error:
             await _abort(context, error)
 

@@ -123,8 +123,8 @@ def _token_bytes(tokenizer: tokenizers.Tokenizer) -> list[bytes]:
     for token, token_id in vocabulary.items():
         # a token outside the alphabet stands for its own text
         table[token_id] = bytes(alphabet[c] for c in token) if all(c in alphabet for c in token) else token.encode()
-    for token_id, token in added.items():  # matched in plain text, never spelt in the alphabet
-        table[token_id] = b"" if token.special else token.content.encode()
+    for token_id, added_token in added.items():  # matched in plain text, never spelt in the alphabet
+        table[token_id] = b"" if added_token.special else added_token.content.encode()
     return table
 
 

@@ -11,17 +11,21 @@ Everything raises the errors of `twopass.errors`. Closing a stream, or dropping 
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, Self, TypedDict, Unpack
+from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack
 
 import grpc
+from google.protobuf.message import Message
 
 from twopass.errors import ClientClosed, InvalidRequest, RequestError, ServerError, from_status
 from twopass.proto import twopass_pb2 as pb
 from twopass.proto.twopass_pb2_grpc import TwopassStub
 
 FinishReason = Literal["stop", "length"]
+M = TypeVar("M", bound=Message)
 
 _FINISH_REASONS: dict[int, FinishReason] = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+_REQUEST_FIELDS = ("priority", "cache_salt", "request_id")
+"""Options that are no sampling parameters."""
 _CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),  # the server says what is too large
     ("grpc.max_receive_message_length", -1),
@@ -318,34 +322,35 @@ def _generate_request(
 ) -> pb.GenerateRequest:
     if sum(given is not None for given in (prompt, prompt_token_ids, messages)) != 1:
         raise InvalidRequest("prompt: exactly one of prompt and prompt_token_ids must be given", field="prompt")
-    fields: dict[str, Any] = {name: value for name, value in options.items() if name != "timeout_s" and value is not None}
-    try:
-        request = pb.GenerateRequest(**{name: fields.pop(name) for name in ("priority", "cache_salt", "request_id") if name in fields})
-        if isinstance(fields.get("stop"), str):
-            fields["stop"] = [fields["stop"]]
-        request.sampling.CopyFrom(pb.SamplingParams(**fields))
-        if prompt is not None:
-            request.text = prompt
-        elif prompt_token_ids is not None:
-            request.token_ids.CopyFrom(pb.TokenIds(ids=prompt_token_ids))
-        elif messages is not None:
-            request.chat.CopyFrom(_chat(messages))
-    except (TypeError, ValueError, UnicodeError) as error:  # protobuf: wrong type, unknown name, out of range
-        raise InvalidRequest(f"not a request: {error}") from error
-    return request
+    given = {name: value for name, value in options.items() if name != "timeout_s" and value is not None}
+    if isinstance(given.get("stop"), str):
+        given["stop"] = [given["stop"]]
+    fields: dict[str, Any] = {name: given.pop(name) for name in _REQUEST_FIELDS if name in given}
+    fields["sampling"] = _build(pb.SamplingParams, given)
+    if prompt is not None:
+        fields["text"] = prompt
+    elif prompt_token_ids is not None:
+        fields["token_ids"] = _build(pb.TokenIds, {"ids": prompt_token_ids})
+    else:
+        fields["chat"] = _build(pb.Chat, {"messages": messages})
+    return _build(pb.GenerateRequest, fields)
 
 
 def _tokenize_request(text: str | None, messages: Iterable[Mapping[str, str]] | None) -> pb.TokenizeRequest:
     if (text is None) == (messages is None):
         raise InvalidRequest("prompt: exactly one of text and messages must be given", field="prompt")
-    try:
-        return pb.TokenizeRequest(text=text) if messages is None else pb.TokenizeRequest(chat=_chat(messages))
-    except (TypeError, ValueError, UnicodeError) as error:
-        raise InvalidRequest(f"not a request: {error}") from error
+    return _build(pb.TokenizeRequest, {"text": text} if messages is None else {"chat": _build(pb.Chat, {"messages": messages})})
 
 
-def _chat(messages: Iterable[Mapping[str, str]]) -> pb.Chat:
-    return pb.Chat(messages=[pb.ChatMessage(**message) for message in messages])
+def _build(kind: type[M], fields: Mapping[str, Any]) -> M:
+    """Field by field, so that a wrong type, an unknown name or a number out of range is refused by name."""
+    message = kind()
+    for name, value in fields.items():
+        try:
+            message.MergeFrom(kind(**{name: value}))
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(f"{name}: {repr(value)[:64]} is not allowed: {error}", field=name) from error
+    return message
 
 
 def _chunk(message: pb.GenerateResponse) -> Chunk:

@@ -22,6 +22,7 @@ PRIME = 2**31 - 1
 MULTIPLIER = 742938285
 VOCAB_SIZE = 32_000
 
+Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
 
@@ -51,7 +52,7 @@ def expected_tokens(prompt: Iterable[int], num_tokens: int, vocab_size: int = VO
 
 
 class ArithmeticRunner:
-    """Runs the arithmetic model over a paged cache, int64 [num_blocks, block_size]; strides are free.
+    """Runs the arithmetic model over a paged cache, int64 [num_blocks, block_size]; strides are free. Temperatures change nothing.
 
     `step_seconds`: what a step is said to have taken; without it `StepOutput.seconds` stays 0.
     """
@@ -60,35 +61,67 @@ class ArithmeticRunner:
         self._cache = cache
         self._vocab_size = vocab_size
         self._step_seconds = step_seconds
+        self._last = np.zeros(0, np.int32)
+        """[num_rows] the newest token of every row, for batches in which it is still pending."""
 
     def execute(self, batch: Batch) -> StepOutput:
+        num_drafts = batch.num_drafts if batch.num_drafts is not None else np.zeros_like(batch.num_scheduled)
         self._write(batch)
-        token_ids = np.zeros((len(batch.rows), 1), np.int32)
-        token_ids[batch.sample, 0] = self._sample(batch, np.flatnonzero(batch.sample))
+        chosen = np.flatnonzero(batch.sample)
+        targets = self._targets(batch, chosen, num_drafts[chosen])
+        num_accepted = self._num_accepted(batch, chosen, num_drafts[chosen], targets)
+        token_ids = np.zeros((len(batch.rows), targets.shape[1]), np.int32)
+        token_ids[chosen] = targets
+        counts = np.zeros(len(batch.rows), np.int32)
+        counts[chosen] = num_accepted + 1
+        if len(self._last) < len(batch.token_ids):
+            self._last = np.resize(self._last, len(batch.token_ids))
+        self._last[batch.rows[chosen]] = targets[np.arange(len(chosen)), num_accepted]
         seconds = self._step_seconds(batch) if self._step_seconds else 0.0
-        return StepOutput(token_ids=token_ids, counts=batch.sample.astype(np.int32), seconds=seconds)
+        return StepOutput(token_ids=token_ids, counts=counts, seconds=seconds)
 
     def _write(self, batch: Batch) -> None:
         """Puts the KV of every scheduled token into its sequence's blocks."""
-        block_size = self._cache.shape[1]
         rows = np.repeat(batch.rows, batch.num_scheduled)
         positions = np.repeat(batch.num_computed, batch.num_scheduled) + _ramps(batch.num_scheduled)
-        blocks = batch.block_tables[rows, positions // block_size]
-        self._cache[blocks, positions % block_size] = (batch.token_ids[rows, positions].astype(np.int64) + 1) * (positions + 1)
+        token_ids = batch.token_ids[rows, positions]
+        if batch.pending is not None:
+            pending = np.repeat(batch.pending, batch.num_scheduled)
+            token_ids[pending] = self._last[rows[pending]]
+        self._cache[self._slots(batch, rows, positions)] = (token_ids.astype(np.int64) + 1) * (positions + 1)
 
-    def _sample(self, batch: Batch, chosen: Int64) -> Int64:
-        """Next tokens of the `chosen` entries of the batch, [len(chosen)], from what lies in the cache now."""
-        if not len(chosen):
-            return np.zeros(0, np.int64)
+    def _slots(self, batch: Batch, rows: Int32, positions: Int64) -> tuple[Int32, Int64]:
+        """Index into the cache of each (row, position)."""
         block_size = self._cache.shape[1]
-        num_tokens = (batch.num_computed + batch.num_scheduled)[chosen].astype(np.int64)
-        num_blocks = -(-num_tokens // block_size)
+        return batch.block_tables[rows, positions // block_size], positions % block_size
+
+    def _targets(self, batch: Batch, chosen: Int64, num_drafts: Int32) -> Int64:
+        """What the model says after the last known token and after each draft, [len(chosen), 1 + most drafts], from the cache."""
+        if not len(chosen):
+            return np.zeros((0, 1), np.int64)
+        rows, block_size = batch.rows[chosen], self._cache.shape[1]
+        num_known = (batch.num_computed + batch.num_scheduled)[chosen].astype(np.int64) - num_drafts
+        num_blocks = -(-num_known // block_size)
         last = np.cumsum(num_blocks) - 1
-        entries = self._cache[batch.block_tables[np.repeat(batch.rows[chosen], num_blocks), _ramps(num_blocks)]]
-        entries[last] *= np.arange(block_size) < (num_tokens - (num_blocks - 1) * block_size)[:, None]
-        totals = np.add.reduceat(entries.sum(axis=1), last - num_blocks + 1)
-        tokens: Int64 = totals % PRIME * MULTIPLIER % PRIME % self._vocab_size
-        return tokens
+        entries = self._cache[batch.block_tables[np.repeat(rows, num_blocks), _ramps(num_blocks)]]
+        entries[last] *= np.arange(block_size) < (num_known - (num_blocks - 1) * block_size)[:, None]
+        sums = np.add.reduceat(entries.sum(axis=1), last - num_blocks + 1)[:, None]
+        if most := num_drafts.max():
+            positions = num_known[:, None] + np.arange(most)
+            positions = np.minimum(positions, positions[:, :1] + num_drafts[:, None] - 1)  # past a row's drafts: any of its own
+            sums = np.hstack([sums, sums + np.cumsum(self._cache[self._slots(batch, rows[:, None], positions)], axis=1)])
+        targets: Int64 = sums % PRIME * MULTIPLIER % PRIME % self._vocab_size
+        return targets
+
+    def _num_accepted(self, batch: Batch, chosen: Int64, num_drafts: Int32, targets: Int64) -> Int64:
+        """How many drafts of each chosen sequence the model would have said itself, up to the first that it would not."""
+        most = targets.shape[1] - 1
+        first = (batch.num_computed + batch.num_scheduled)[chosen] - num_drafts
+        offsets = np.minimum(np.arange(most), np.maximum(num_drafts - 1, 0)[:, None])
+        drafts = batch.token_ids[batch.rows[chosen][:, None], first[:, None] + offsets]
+        right = (drafts == targets[:, :most]) & (np.arange(most) < num_drafts[:, None])
+        accepted: Int64 = np.cumprod(right, axis=1).sum(axis=1)
+        return accepted
 
 
 def _ramps(counts: npt.NDArray[np.integer]) -> Int64:

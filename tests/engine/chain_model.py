@@ -54,9 +54,11 @@ class ChainModel:
 
     def receive(self, block_ids: list[int], tokens: list[int], num_cached_tokens: int) -> None:
         """Writes what a transfer would, behind the tokens that were cached."""
-        table = np.array(block_ids)
-        for position in range(num_cached_tokens, len(tokens)):
-            self.write(table, position, step_kv(self.read(table, position - 1), tokens[position], position))
+        table, kv = np.array(block_ids), 0
+        for position, token_id in enumerate(tokens):
+            kv = step_kv(kv, token_id, position)
+            if position >= num_cached_tokens:
+                self.write(table, position, kv)
 
     def execute(self, batch: Batch) -> StepOutput:
         width = 1 + (int(batch.num_drafts.max()) if batch.num_drafts is not None else 0)

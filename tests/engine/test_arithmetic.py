@@ -100,6 +100,58 @@ def test_any_single_wrong_entry_changes_the_token(position: int) -> None:
         assert table.step(runner, [0], 100) != right[1:]
 
 
+def drafted(table: Table, rows: list[int], drafts: list[list[int]]) -> Batch:
+    """A batch that computes the newest token of each row and its drafts."""
+    for row, guessed in zip(rows, drafts, strict=True):
+        table.token_ids[row, table.known[row] : table.known[row] + len(guessed)] = guessed
+    num_drafts = np.array([len(guessed) for guessed in drafts], np.int32)
+    return Batch(
+        step=0,
+        rows=np.array(rows, np.int32),
+        num_scheduled=1 + num_drafts,
+        num_computed=(table.known[rows] - 1).astype(np.int32),
+        sample=np.ones(len(rows), np.bool_),
+        token_ids=table.token_ids,
+        block_tables=table.block_tables,
+        num_drafts=num_drafts,
+    )
+
+
+def test_drafts_are_accepted_up_to_the_first_wrong_one() -> None:
+    prompts = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10, 11]]
+    table, runner = Table(prompts, 6), ArithmeticRunner(new_cache())
+    table.step(runner, [0, 1, 2, 3], 100)
+    right = [expected_tokens(prompt, 6) for prompt in prompts]
+    drafts = [right[0][1:4], [right[1][1], 0, right[1][3]], [], [0]]
+    output = runner.execute(drafted(table, [0, 1, 2, 3], drafts))
+    assert output.counts.tolist() == [4, 2, 1, 1]
+    answers = [output.token_ids[i, :count].tolist() for i, count in enumerate(output.counts)]
+    assert answers == [right[0][1:5], right[1][1:3], right[2][1:2], right[3][1:2]]
+
+
+def test_what_rejected_drafts_left_behind_does_no_harm() -> None:
+    prompt = [3, 1, 4]
+    table, runner = Table([prompt], 5), ArithmeticRunner(new_cache())
+    table.step(runner, [0], 100)
+    runner.execute(drafted(table, [0], [[0, 0, 0]]))
+    answer = expected_tokens(prompt, 5)
+    table.token_ids[0, 4] = answer[1]
+    table.known[0], table.computed[0] = 5, 4
+    assert [table.step(runner, [0], 100) for _ in range(2)] == [[answer[2]], [answer[3]]]
+
+
+def test_a_pending_token_comes_from_the_step_before() -> None:
+    prompts = [[5, 6], [7, 8, 9], [1]]
+    table, runner = Table(prompts, 4), ArithmeticRunner(new_cache())
+    table.step(runner, [0, 1], 100)
+    right = [expected_tokens(prompt, 4) for prompt in prompts]
+    table.token_ids[0, 2] = 12345
+    batch = drafted(table, [1, 0, 2], [[], [], []])
+    batch.num_drafts, batch.pending = None, np.array([False, True, False])
+    output = runner.execute(batch)
+    assert output.token_ids[:, 0].tolist() == [right[1][1], right[0][1], right[2][0]]
+
+
 def test_step_seconds_are_reported() -> None:
     table = Table([[1, 2, 3]], 1)
     runner = ArithmeticRunner(new_cache(), step_seconds=lambda batch: 0.5 * batch.num_tokens)

@@ -3,7 +3,7 @@
 from collections import Counter
 
 import numpy as np
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -96,6 +96,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.model.answers[key], self.model.num_prompt[key] = answer, length
         if kind == "remote":
             self.unoffered.append(key)
+
+    @rule(count=st.integers(3, 8), length=st.integers(1, 9), kv=st.sampled_from(["local", "other"]))
+    def burst(self, count: int, length: int, kv: str) -> None:
+        """Many short prompts with long answers: more than the pool can hold once they grow."""
+        for index in range(count):
+            self.add(length + index % 3, index % 2, 12, kv, index % 3, (), True)
 
     @precondition(lambda self: self.unoffered)
     @rule(pick=st.integers(0, 1000))
@@ -248,14 +254,14 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.arrive(0)
             while self.owned_outside:
                 self.end_lease(0)
-            before = len(self.batches)
-            self.schedule()
+            for _ in range(self.depth):
+                self.schedule()
             if self.batches:
                 self.commit()
             elif not self.requests:
                 break
             else:
-                assert before or self.reserved or self.cut_short, "a step without progress"
+                assert self.reserved or self.cut_short, "a step without progress"
         while self.owned_outside:
             self.end_lease(0)
         assert not self.requests
@@ -265,5 +271,5 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(
-    max_examples=300, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+    max_examples=300, stateful_step_count=40, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink], suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
 )

@@ -41,7 +41,8 @@ def test_slots_are_handed_out_once_and_come_back_after_clearing() -> None:
 def test_ids_are_never_used_twice() -> None:
     first, second = LeaseTable(np.zeros(1, np.uint64), epoch=1), LeaseTable(np.zeros(1, np.uint64), epoch=2)
     ids = [table.next_lease_id() for table in (first, second) for _ in range(100)]
-    assert len(set(ids)) == 200 and 0 not in ids
+    assert len(set(ids)) == 200
+    assert 0 not in ids
     first._counter = 2**32 - 1
     with pytest.raises(CapacityError):
         first.next_lease_id()

@@ -22,13 +22,18 @@ def test_a_pull_moves_block_by_block() -> None:
     net, source, _ = network()
     destination, ends = np.zeros((8, 4), np.uint8), []
     pull = LocalTransport(net, destination, lambda: ends.append(1)).connect(HERE).pull([3, 5, 6], [1, 2, 4])
-    assert net.pulls == [pull] and not pull.poll() and not destination.any()
+    assert net.pulls == [pull]
+    assert not pull.poll()
+    assert not destination.any()
     pull.advance(1)
     assert destination[:, 0].tolist() == [0, 3, 0, 0, 0, 0, 0, 0]
     source[5] = 99
     pull.advance()
     assert destination[:, 0].tolist() == [0, 3, 99, 0, 6, 0, 0, 0]
-    assert pull.poll() and pull.error == "" and ends == [1] and net.pulls == []
+    assert pull.poll()
+    assert pull.error == ""
+    assert ends == [1]
+    assert net.pulls == []
 
 
 def test_a_pull_fails_or_is_cancelled_half_way() -> None:
@@ -45,7 +50,8 @@ def test_a_pull_fails_or_is_cancelled_half_way() -> None:
     failed.advance()
     failed.fail("again")
     assert destination[:, 0].tolist() == [0, 1, 0, 0, 0, 0, 0, 0]
-    assert ends == [1, 1] and net.pulls == []
+    assert ends == [1, 1]
+    assert net.pulls == []
 
 
 def test_words_are_read_as_they_are_now() -> None:
@@ -64,7 +70,8 @@ def test_who_is_connected_still_reads_a_dead_exporter() -> None:
     transport = LocalTransport(net, destination, immediate=True)
     peer = transport.connect(HERE)
     net.remove(HERE)
-    assert peer.pull([7], [1]).poll() and destination[1, 0] == 7
+    assert peer.pull([7], [1]).poll()
+    assert destination[1, 0] == 7
     with pytest.raises(PullFailed):
         transport.connect(HERE)
     transport.close()

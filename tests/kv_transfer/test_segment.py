@@ -24,7 +24,8 @@ def create(name: str, num_blocks: int = 4) -> SharedSegment:
 
 def test_a_new_segment_is_zero_aligned_and_complete(name: str) -> None:
     segment = create(name)
-    assert segment.cache.shape == (4, 1000) and not segment.cache.any()
+    assert segment.cache.shape == (4, 1000)
+    assert not segment.cache.any()
     assert segment.words.tolist() == [0, 0, 0]
     assert segment.cache.ctypes.data % 4096 == 0
     stat = segment.path.stat()

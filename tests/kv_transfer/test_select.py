@@ -26,7 +26,8 @@ def test_auto_takes_the_first_that_works_and_says_why(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.INFO):
         auto.connect(b"here").close()
     assert auto.name == "local"
-    assert "transport local" in caplog.text and "refused before: local: endpoint b'here' is gone" in caplog.text
+    assert "transport local" in caplog.text
+    assert "refused before: local: endpoint b'here' is gone" in caplog.text
     auto.close()
 
 

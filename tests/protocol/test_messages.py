@@ -78,7 +78,7 @@ EXAMPLES: list[Message] = [
         hashes_added=(LAYOUT,),
     ),
     RouterStatus(router_epoch=1, seq=0, prefill_room_blocks=8),
-    Hello(role="decode", layout_fingerprint=LAYOUT, block_size=16, num_blocks=8, max_model_len=64, endpoint=b""),
+    Hello(role="decode", layout_fingerprint=LAYOUT, block_size=16, num_blocks=8, max_num_seqs=4, max_model_len=64, endpoint=b""),
     PeerUp(peer=PREFILL, endpoint=b"x"),
     Drain(deadline_s=1.0),
     PeerGap(peer=PREFILL),
@@ -98,7 +98,8 @@ def test_a_message_survives_the_wire(message: Message) -> None:
         before, after = getattr(message, field.name), getattr(arrived.message, field.name)
         assert type(after) is type(before)
         if isinstance(before, np.ndarray):
-            assert after.dtype == before.dtype and after.tolist() == before.tolist()
+            assert after.dtype == before.dtype
+            assert after.tolist() == before.tolist()
         else:
             assert after == before
 

@@ -12,8 +12,8 @@ from protocol.errors import RequestError
 from protocol.messages import Address, Envelope, FinishReason, Message
 from router.admission import ClientRequest
 from router.config import RouterConfig
-from router.frontdoor import FrontDoor, Model
-from router.router import Ended, Tokens, Usage
+from router.frontdoor import Core, FrontDoor, Model
+from router.request import Ended, Tokens, Usage
 from router.server import Server
 from router.tokenizer import NumberTokenizer, Tokenizer
 
@@ -73,7 +73,7 @@ def echo(core: ScriptedCore, request: ClientRequest) -> None:
 class Serving:
     """What a test gets."""
 
-    def __init__(self, core: ScriptedCore, door: FrontDoor, server: Server, address: str, sent: list[tuple[Address, Message]]) -> None:
+    def __init__(self, core: Any, door: FrontDoor, server: Server, address: str, sent: list[tuple[Address, Message]]) -> None:
         self.core, self.door, self.server, self.address, self.sent = core, door, server, address, sent
 
     async def next_submit(self) -> ClientRequest:
@@ -84,7 +84,7 @@ class Serving:
 
 
 @asynccontextmanager
-async def serving(core: ScriptedCore, tokenizer: Tokenizer | None = None, **knobs: Any) -> AsyncIterator[Serving]:
+async def serving(core: Core, tokenizer: Tokenizer | None = None, **knobs: Any) -> AsyncIterator[Serving]:
     config = RouterConfig(**{"grpc_port": 0, **knobs})
     sent: list[tuple[Address, Message]] = []
     door = FrontDoor(
@@ -103,7 +103,7 @@ async def serving(core: ScriptedCore, tokenizer: Tokenizer | None = None, **knob
         await server.stop(0.0)
 
 
-def scenario(test: Callable[[Serving], Awaitable[None]], core: ScriptedCore | None = None, **knobs: Any) -> None:
+def scenario(test: Callable[[Serving], Awaitable[None]], core: Core | None = None, **knobs: Any) -> None:
     """Runs `test` against a server; 30 s at most."""
 
     async def main() -> None:

@@ -1,5 +1,7 @@
 """Whatever way an answer's tokens are cut into steps, its pieces join to the text of all tokens, each in whole characters."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -18,7 +20,7 @@ texts = st.text(alphabet=st.characters(codec="utf-8"), max_size=60) | st.sampled
 
 def cut(token_ids: list[int], cuts: list[int]) -> list[list[int]]:
     edges = [0, *sorted(at % (len(token_ids) + 1) for at in cuts), len(token_ids)]
-    return [token_ids[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    return [token_ids[start:end] for start, end in pairwise(edges)]
 
 
 def run(tokenizer: Tokenizer, chunks: list[list[int]], stop: tuple[str, ...] = ()) -> tuple[list[str], int, bool]:
@@ -103,4 +105,6 @@ def test_numbers(count: int) -> None:
 
 def test_the_small_tokenizer_is_of_the_kind_that_is_served() -> None:
     assert isinstance(TOKENIZER, ByteLevelTokenizer)
-    assert any(len(data) > 1 and data.decode("utf-8", "ignore").encode() != data for data in TOKENIZER.token_bytes), "a token cuts a character"
+    assert any(len(data) > 1 and data.decode("utf-8", "ignore").encode() != data for data in TOKENIZER.token_bytes), (
+        "a token cuts a character"
+    )

@@ -7,22 +7,22 @@ import pytest
 
 from bench.invariants import Violation
 from bench.simulator import run_seeds
+from decode_pool.pulls import Pulls
 from decode_pool.service import Decode, DecodeService
 from engine.scheduler import Scheduler
-from kv_transfer.local import LocalPeer
 from kv_transfer.state import DecodeEvent
 from prefill_pool.service import PrefillService
+from protocol.errors import PullFailed
 from protocol.messages import Address, EndKind, Int32, KVRelease
-from router.router import Open, Router, Tokens
+from router.request import Open, Tokens
+from router.router import Router
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 def free_at_abort_while_a_pull_runs(patch: pytest.MonkeyPatch) -> None:
     def leave(self: DecodeService, entry: Decode, event: DecodeEvent, kind: EndKind | None, reason: str = "") -> None:
-        if entry.pull is not None:
-            entry.pull = None
-            del self._pulling[entry.key]
+        self._pulls._running.pop(entry.key, None)
         original(self, entry, event, kind, reason)
 
     original = DecodeService._leave
@@ -44,15 +44,7 @@ def router_does_not_deduplicate(patch: pytest.MonkeyPatch) -> None:
 
 
 def lease_word_not_read(patch: pytest.MonkeyPatch) -> None:
-    original = DecodeService._on_pulled
-
-    def pulled(self: DecodeService, entry: Decode) -> None:
-        assert entry.handoff is not None
-        lease_id = entry.handoff.lease_id
-        patch.setattr(LocalPeer, "read_word", lambda peer, slot: lease_id)
-        original(self, entry)
-
-    patch.setattr(DecodeService, "_on_pulled", pulled)
+    patch.setattr(Pulls, "_verdict", lambda self, pull: PullFailed(pull.pending.error) if pull.pending.error else None)
 
 
 def hashes_visible_before_verification(patch: pytest.MonkeyPatch) -> None:

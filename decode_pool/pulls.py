@@ -1,0 +1,95 @@
+"""Pulls under way and the peers they read from. A pull's destination stays reserved until the pull is terminal."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kv_transfer.transport import Endpoint, Peer, Pending, Transport
+from protocol.clock import Clock
+from protocol.errors import LeaseLost, PullFailed, TransferError
+from protocol.messages import Address, RequestKey
+
+
+@dataclass(slots=True)
+class _Pull:
+    pending: Pending
+    peer: Peer
+    source: Address
+    lease_slot: int
+    lease_id: int
+    started_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class PullEnd:
+    """A pull has become terminal. `error` None: the bytes are here and the lease was still live after the last of them."""
+
+    key: RequestKey
+    seconds: float
+    error: TransferError | None
+
+
+class Pulls:
+    """At most one pull per request. Verbs: `start`, `ended`, `cancel`; `connect` opens peers."""
+
+    def __init__(self, transport: Transport, clock: Clock) -> None:
+        self._transport = transport
+        self._clock = clock
+        self._peers: dict[Address, Peer] = {}
+        self._retired: list[Peer] = []
+        """Of replaced prefill replicas; closed when no pull reads them any more."""
+        self._running: dict[RequestKey, _Pull] = {}
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def __contains__(self, key: RequestKey) -> bool:
+        return key in self._running
+
+    def connect(self, address: Address, endpoint: Endpoint) -> None:
+        """Opens a prefill replica's cache in place of its older epochs. Raises TransferError; pulls from it then fail at their start."""
+        for old in [old for old in self._peers if old.replica_id == address.replica_id]:
+            self._retired.append(self._peers.pop(old))
+        self._close_retired()
+        self._peers[address] = self._transport.connect(endpoint)
+
+    def start(
+        self, key: RequestKey, source: Address, src_blocks: Sequence[int], dst_blocks: Sequence[int], *, lease_slot: int, lease_id: int
+    ) -> None:
+        """Starts copying `src_blocks[i]` of `source` to `dst_blocks[i]` here. Raises TransferError if it cannot."""
+        peer = self._peers.get(source)
+        if peer is None:
+            raise PullFailed(f"the cache of {source.replica_id} epoch {source.epoch} is not open")
+        pending = peer.pull(src_blocks, dst_blocks)
+        self._running[key] = _Pull(pending, peer, source, lease_slot, lease_id, self._clock())
+
+    def ended(self) -> list[PullEnd]:
+        """Pulls that have become terminal since the last call, each once, with their verdict.
+
+        The order is what safety rests on: bytes complete, barrier, then the word.
+        """
+        ends = []
+        for key in [key for key, pull in self._running.items() if pull.pending.poll()]:
+            pull = self._running.pop(key)
+            ends.append(PullEnd(key, self._clock() - pull.started_at, self._verdict(pull)))
+        if ends:
+            self._close_retired()
+        return ends
+
+    def cancel(self, key: RequestKey) -> None:
+        """Asks the transport to fail a pull. It still ends by itself."""
+        if key in self._running:
+            self._running[key].pending.cancel()
+
+    def _verdict(self, pull: _Pull) -> TransferError | None:
+        if pull.pending.error:
+            return PullFailed(pull.pending.error)
+        if pull.peer.read_word(pull.lease_slot) != pull.lease_id:
+            return LeaseLost(f"lease {pull.lease_id:#x} of {pull.source.replica_id} ended before the pull did")
+        return None
+
+    def _close_retired(self) -> None:
+        used = [pull.peer for pull in self._running.values()]
+        for peer in self._retired:
+            if peer not in used:
+                peer.close()
+        self._retired = [peer for peer in self._retired if peer in used]

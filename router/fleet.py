@@ -1,0 +1,100 @@
+"""The engines as the router knows them: who has started, who is up, how busy, and what the smallest can hold."""
+
+from collections.abc import Iterator
+from typing import cast
+
+from protocol.clock import Clock
+from protocol.messages import Address, Drain, Envelope, Hello, Message, PeerUp, ReplicaStatus, RouterStatus
+from router.admission import Limits
+from router.policy import Replica
+
+
+class Fleet:
+    """Replicas by address. An address is present from its `Hello` until it is down; its epoch must be the newest started."""
+
+    def __init__(self, clock: Clock, outbox: list[tuple[Address, Message]], *, replica_timeout_s: float) -> None:
+        self._clock = clock
+        self._outbox = outbox
+        self._timeout_s = replica_timeout_s
+        self._started: dict[str, Address] = {}
+        self._replicas: dict[Address, Replica] = {}
+        self.limits: Limits | None = None
+        """Of the smallest decode engine ever seen: any engine must be able to take over any request."""
+
+    def __iter__(self) -> Iterator[Replica]:
+        return iter(self._replicas.values())
+
+    def knows(self, address: Address) -> bool:
+        """Whether this is the present epoch of a replica that was started and is not down."""
+        return self._started.get(address.replica_id) == address
+
+    @property
+    def ready(self) -> bool:
+        return any(replica.hello.role == "decode" and replica.state == "up" for replica in self)
+
+    def pool(self, role: str) -> list[Replica]:
+        return [replica for replica in self if replica.hello.role == role]
+
+    def started(self, address: Address) -> Address | None:
+        """The supervisor started an engine. Returns the epoch it replaces, if that was not down yet."""
+        old = self._started.get(address.replica_id)
+        self._started[address.replica_id] = address
+        return old
+
+    def down(self, address: Address) -> None:
+        if self.knows(address):
+            del self._started[address.replica_id]
+        self._replicas.pop(address, None)
+
+    def on_hello(self, envelope: Envelope) -> None:
+        """An engine is up: decode engines learn of prefill engines, whichever comes first."""
+        hello, address = cast(Hello, envelope.message), envelope.sender
+        self._replicas[address] = Replica(address, hello, self._clock())
+        if hello.role == "prefill":
+            self._outbox.extend((decode.address, PeerUp(peer=address, endpoint=hello.endpoint)) for decode in self.pool("decode"))
+            return
+        limits = Limits.of(hello)
+        self.limits = limits if self.limits is None else limits.smaller(self.limits)
+        for prefill in self.pool("prefill"):
+            self._outbox.append((address, PeerUp(peer=prefill.address, endpoint=prefill.hello.endpoint)))
+
+    def on_status(self, envelope: Envelope) -> None:
+        """Liveness and load. A suspected replica that speaks again is up again."""
+        replica = self._replicas.get(envelope.sender)
+        if replica is None:
+            return
+        replica.status, replica.heard_at = cast(ReplicaStatus, envelope.message), self._clock()
+        if replica.state == "suspected":
+            replica.state = "draining" if replica.status.state == "draining" else "up"
+
+    def suspect(self, address: Address) -> None:
+        if address in self._replicas:
+            self._replicas[address].state = "suspected"
+
+    def newly_silent(self) -> list[Address]:
+        """Replicas whose status is overdue: they are suspected from now on."""
+        before = self._clock() - self._timeout_s
+        silent = [replica.address for replica in self if replica.state != "suspected" and replica.heard_at <= before]
+        for address in silent:
+            self.suspect(address)
+        return silent
+
+    def drain(self, address: Address, deadline_s: float) -> None:
+        if address in self._replicas:
+            self._replicas[address].state = "draining"
+            self._outbox.append((address, Drain(deadline_s=deadline_s)))
+
+    def raise_in_flight(self, address: Address) -> None:
+        self._replicas[address].in_flight += 1
+
+    def lower_in_flight(self, address: Address) -> None:
+        """No-op for a replica that is down: its counter went with it."""
+        replica = self._replicas.get(address)
+        if replica is not None:
+            replica.in_flight -= 1
+
+    def send_status(self, router_epoch: int, seq: int, to: Address | None = None) -> None:
+        """To one engine, or to all that were started."""
+        room = [r.status.num_free_blocks for r in self.pool("prefill") if r.state == "up" and r.status is not None]
+        status = RouterStatus(router_epoch=router_epoch, seq=seq, prefill_room_blocks=max(room, default=0))
+        self._outbox.extend((address, status) for address in ([to] if to else self._started.values()))

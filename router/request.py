@@ -1,0 +1,71 @@
+"""One accepted request inside the router, and what its front door is told about it."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from protocol.errors import RequestError
+from protocol.messages import Address, FinishReason, Int32, RequestKey
+from router.admission import ClientRequest
+
+
+class Usage(NamedTuple):
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+class Tokens(NamedTuple):
+    """New tokens of an answer, in order, without gap or repeat. int32 [n]."""
+
+    request_id: str
+    token_ids: Int32
+
+
+class Ended(NamedTuple):
+    """The one terminal event of a request: a finish reason, or an error. `stages`: seconds, they sum to its time in the router."""
+
+    request_id: str
+    finish_reason: FinishReason | None
+    error: RequestError | None
+    usage: Usage
+    stages: dict[str, float]
+    attempts: int
+
+
+@dataclass(slots=True)
+class Open:
+    """An accepted request that is not closed: QUEUED while it has no `key`, ACTIVE while it has one."""
+
+    request: ClientRequest
+    slot: int
+    max_tokens: int
+    accepted_at: float
+    since: float
+    """When it was queued or dispatched last."""
+    key: RequestKey | None = None
+    attempt: int = 0
+    num_failures: int = 0
+    prefill: Address | None = None
+    """None when decode serves alone, or has taken over from an engine that died."""
+    decode: Address | None = None
+    decode_seen: bool = False
+    """Decode has sent tokens of this attempt: it needs prefill no more."""
+    delivered: list[int] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    stages: dict[str, float] = field(default_factory=dict)
+    attempt_stages: dict[str, float] = field(default_factory=dict)
+    """As the engines of the present attempt report them."""
+
+    def spent(self, stage: str, now: float) -> None:
+        """Books the time since the last change of state."""
+        self.stages[stage] = self.stages.get(stage, 0.0) + now - self.since
+        self.since = now
+
+    def close_stages(self, now: float) -> dict[str, float]:
+        """All stages. What an attempt's engines do not account for was spent between processes: `messages`."""
+        if self.key is None:
+            self.spent("router_queue", now)
+            return self.stages
+        on_the_way_s = now - self.since - sum(self.attempt_stages.values())
+        self.stages.update(self.attempt_stages, messages=max(0.0, on_the_way_s))
+        return self.stages

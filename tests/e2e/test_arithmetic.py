@@ -1,0 +1,140 @@
+"""One prefill and one decode engine with the arithmetic runner, under a real Ray, through the client."""
+
+import random
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from cluster.config import from_tree
+from cluster.serve import Deployment
+from engine.runners.arithmetic import expected_tokens
+from tests.e2e.leftovers import none_left
+from twopass import Client, InvalidRequest
+
+MAX_MODEL_LEN = 4096
+
+
+class Running:
+    """A deployment with a thread that watches it, as `twopass serve` does."""
+
+    def __init__(self, deployment: Deployment, events: list[str]) -> None:
+        self.deployment, self.events = deployment, events
+        self.client = Client(f"127.0.0.1:{deployment.port}", timeout_s=60.0)
+        self._stopping = threading.Event()
+        self._watcher = threading.Thread(target=self._watch)
+        self._watcher.start()
+
+    def _watch(self) -> None:
+        while not self._stopping.is_set():
+            self.deployment.watch(0.05)
+
+    def close(self) -> None:
+        self._stopping.set()
+        self._watcher.join()
+        self.client.close()
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    pool = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 256, "max_num_seqs": 32, "num_blocks": 2048}
+    config = from_tree({"runner": "arithmetic", "prefill": pool, "decode": pool, "router": {"grpc_port": 0, "status_interval_s": 0.2}})
+    events: list[str] = []
+    with none_left(), Deployment(config, events.append) as deployment:
+        running = Running(deployment, events)
+        yield running
+        running.close()
+
+
+def test_the_answer_is_exact_and_was_disaggregated(running: Running) -> None:
+    prompt = list(range(3, 600))
+    answer = running.client.generate_text(prompt_token_ids=prompt, max_tokens=40)
+    assert answer.token_ids == expected_tokens(prompt, 40)
+    assert (answer.finish_reason, answer.usage.prompt_tokens, answer.usage.completion_tokens) == ("length", len(prompt), 40)
+    assert {"prefill", "transfer", "decode"} <= set(answer.timing.stages)
+    assert sum(answer.timing.stages.values()) == pytest.approx(answer.timing.total_s, rel=0.01)
+
+
+def test_a_prompt_seen_before_comes_from_the_prefix_cache(running: Running) -> None:
+    prompt = [7] * 100
+    first, second = (running.client.generate_text(prompt_token_ids=prompt, max_tokens=4) for _ in range(2))
+    assert first.token_ids == second.token_ids == expected_tokens(prompt, 4)
+    assert (first.usage.cached_tokens, second.usage.cached_tokens) == (0, 96)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "field"),
+    [
+        ([], {"max_tokens": 4}, "prompt"),
+        ([1] * MAX_MODEL_LEN, {"max_tokens": 4}, "prompt"),
+        ([32_000], {"max_tokens": 4}, "prompt"),
+        ([1], {"max_tokens": 0}, "max_tokens"),
+        ([1], {"max_tokens": 4, "n": 0}, "n"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_at_once(running: Running, prompt: list[int], options: dict[str, int], field: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        running.client.generate_text(prompt_token_ids=prompt, **options)  # type: ignore[arg-type]
+    assert refused.value.field.startswith(field)
+
+
+def test_nothing_leaks_after_200_mixed_requests_with_cancels(running: Running) -> None:
+    """Engines check their own baseline when idle, and die if it is not met: a death would be an event here."""
+    before = list(running.events)
+    seeds = range(200)
+    with ThreadPoolExecutor(24) as threads:
+        list(threads.map(lambda seed: _one(running.client, random.Random(seed)), seeds))
+    _await_idle(running.deployment)
+    assert running.events == before
+    for load in running.deployment.loads():
+        assert load.in_flight == 0
+        assert load.status is not None
+        assert load.status.num_free_blocks == load.hello.num_blocks - 1
+        assert load.status.num_waiting + load.status.num_running + load.status.num_leases + load.status.num_pulls == 0
+
+
+def _one(client: Client, draw: random.Random) -> None:
+    """One request: a third of them is cancelled after some tokens."""
+    prompt = [draw.randrange(50) for _ in range(draw.choice((1, 15, 16, 17, 100, 400)))]
+    num_tokens = draw.randrange(1, 60)
+    num_read = draw.randrange(num_tokens) if draw.random() < 1 / 3 else num_tokens
+    got: list[int] = []
+    with client.generate(prompt_token_ids=prompt, max_tokens=num_tokens) as stream:
+        for chunk in stream:
+            got += chunk.token_ids
+            if num_read < num_tokens and len(got) >= num_read:
+                break
+    assert got == expected_tokens(prompt, len(got))
+    assert len(got) == num_tokens or num_read < num_tokens
+
+
+def _await_idle(deployment: Deployment) -> None:
+    """Until every engine has sent two statuses that say it is idle: the baseline was checked between them."""
+    first: dict[str, int] = {}
+    while True:
+        loads = deployment.loads()
+        for load in loads:
+            status = load.status
+            if load.in_flight == 0 and status is not None and status.num_waiting + status.num_running + status.num_leases == 0:
+                first.setdefault(load.address.replica_id, status.seq)
+        if all(load.address.replica_id in first and load.status and load.status.seq > first[load.address.replica_id] + 1 for load in loads):
+            return
+
+
+@pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
+def test_an_engine_may_die_in_the_middle_of_an_answer(running: Running, victim: str) -> None:
+    """The client sees neither a gap nor a repeat, and the engine comes back under a higher epoch."""
+    prompt, num_tokens = [5, 6, 7] * 40, 1500
+    old = running.deployment.actor(victim)
+    got: list[int] = []
+    with running.client.generate(prompt_token_ids=prompt, max_tokens=num_tokens) as stream:
+        for chunk in stream:
+            if len(got) < 50 <= len(got) + len(chunk.token_ids):
+                old.kill()
+            got += chunk.token_ids
+    assert got == expected_tokens(prompt, num_tokens)
+    while not running.events[-1].startswith(f"{victim} is back"):
+        pass
+    assert running.deployment.actor(victim).address.epoch > old.address.epoch
+    assert running.client.generate_text(prompt_token_ids=[1, 2], max_tokens=3).token_ids == expected_tokens([1, 2], 3)

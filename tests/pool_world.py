@@ -1,0 +1,164 @@
+"""One service under test with its shell's and everybody else's part played by hand."""
+
+from typing import Any
+
+import numpy as np
+
+from decode_pool.service import DecodeService
+from engine.config import EngineConfig
+from engine.runners.arithmetic import ArithmeticRunner
+from engine.scheduler import Scheduler
+from kv_transfer.config import TransferConfig
+from kv_transfer.lease import LeaseTable
+from kv_transfer.local import LocalNetwork, LocalTransport
+from prefill_pool.service import PrefillService
+from protocol.clock import VirtualClock
+from protocol.messages import (
+    Address,
+    End,
+    Envelope,
+    GenerateRequest,
+    Hello,
+    KVHandoff,
+    PeerUp,
+    RequestKey,
+    RouterStatus,
+    SamplingParams,
+    StepTokens,
+)
+from protocol.router_link import LinkConfig
+
+ROUTER, P, D = Address("router", 3), Address("prefill-0", 5), Address("decode-0", 6)
+LAYOUT = b"layout"
+BLOCK_SIZE = 4
+
+
+def key(name: str = "r", attempt: int = 1, router_epoch: int = 3) -> RequestKey:
+    return RequestKey(router_epoch, name, attempt)
+
+
+class World:
+    """`say` brings a message in, `step` runs one step, `sent` drains the outbox."""
+
+    service: PrefillService | DecodeService
+
+    def __init__(self, address: Address, **config: Any) -> None:
+        self.address = address
+        self.clock = VirtualClock()
+        fields: dict[str, Any] = {"max_num_batched_tokens": 8, "max_num_seqs": 4, "max_model_len": 64, "num_blocks": 17}
+        fields |= {"block_size": BLOCK_SIZE, "prompt_reservation": "hold" if address == P else "check"}
+        self.config = EngineConfig(**(fields | config))
+        self.cache = np.zeros((self.config.num_blocks, BLOCK_SIZE), np.int64)
+        self.words = np.zeros(self.config.num_blocks, np.uint64)
+        self.scheduler = Scheduler(self.config, num_blocks=self.config.num_blocks, fingerprint=LAYOUT)
+        self.runner = ArithmeticRunner(self.cache)
+        self.network = LocalNetwork()
+
+    def hello(self, role: Any) -> Hello:
+        return Hello(
+            role=role,
+            layout_fingerprint=LAYOUT,
+            block_size=BLOCK_SIZE,
+            num_blocks=self.config.num_blocks,
+            max_num_seqs=self.config.max_num_seqs,
+            max_model_len=self.config.max_model_len,
+            endpoint=b"",
+        )
+
+    def say(self, sender: Address, message: Any, receiver: Address | None = None) -> None:
+        self.service.handle(Envelope(sender, receiver or self.address, 0, message))
+
+    def hear_router(self, epoch: int = 3) -> None:
+        self.say(Address("router", epoch), RouterStatus(router_epoch=epoch, seq=1, prefill_room_blocks=0))
+
+    def request(self, num_prompt: int = 10, *, name: str = "r", role: Any, peer: Address | None, **changes: Any) -> GenerateRequest:
+        prompt = np.arange(1, num_prompt + 1, dtype=np.int32)
+        fields: dict[str, Any] = {"key": key(name), "slot": 7, "offset": 0, "max_tokens": 4, "sampling": SamplingParams()}
+        return GenerateRequest(role=role, peer=peer, prompt_token_ids=prompt, **(fields | changes))
+
+    def pass_time(self, seconds: float) -> None:
+        self.clock.advance_to(self.clock.now + seconds)
+        self.service.tick()
+
+    def step(self) -> dict[str, int]:
+        """One whole step; the tray it ran."""
+        batch = self.service.schedule()
+        if batch is None:
+            return {}
+        self.service.commit(self.runner.execute(batch))
+        return batch.tray()
+
+    def sent(self, kind: type | None = None) -> list[tuple[Address, Any]]:
+        sent = [(to, message) for to, message in self.service.outbox if kind is None or isinstance(message, kind)]
+        self.service.outbox.clear()
+        return sent
+
+    def ends(self) -> list[End]:
+        return [end for _, message in self.sent(StepTokens) for end in message.ends]
+
+
+class PrefillWorld(World):
+    service: PrefillService
+
+    def __init__(self, **config: Any) -> None:
+        super().__init__(P, **config)
+        self.service = PrefillService(
+            address=P,
+            scheduler=self.scheduler,
+            leases=LeaseTable(self.words, P.epoch),
+            config=TransferConfig(),
+            link=LinkConfig(),
+            hello=self.hello("prefill"),
+            clock=self.clock,
+        )
+        self.hear_router()
+        self.sent()
+
+    def generate(self, num_prompt: int = 10, **changes: Any) -> None:
+        self.say(ROUTER, self.request(num_prompt, role="prefill", peer=D, **changes))
+
+    def num_free(self) -> int:
+        return self.scheduler.num_free_blocks
+
+
+class DecodeWorld(World):
+    """Its prefill peer is an array in which a finished prompt lies."""
+
+    service: DecodeService
+
+    def __init__(self, *, max_early_handoffs: int = 1024, **config: Any) -> None:
+        super().__init__(D, **config)
+        self.source = np.zeros((64, BLOCK_SIZE), np.int64)
+        self.network.export(b"p", self.source.view(np.uint8), self.words)
+        self.service = DecodeService(
+            address=D,
+            scheduler=self.scheduler,
+            transport=LocalTransport(self.network, self.cache.view(np.uint8)),
+            config=TransferConfig(max_early_handoffs=max_early_handoffs),
+            link=LinkConfig(),
+            hello=self.hello("decode"),
+            block_bytes=8 * BLOCK_SIZE,
+            clock=self.clock,
+        )
+        self.hear_router()
+        self.say(ROUTER, PeerUp(peer=P, endpoint=b"p"))
+        self.sent()
+
+    def generate(self, num_prompt: int = 10, **changes: Any) -> None:
+        self.say(ROUTER, self.request(num_prompt, role="decode", peer=P, **changes))
+
+    def handoff(self, num_prompt: int = 10, *, ready: int | None = None, name: str = "r", first_token_id: int = 77, **changes: Any) -> None:
+        """The prompt 1, 2, 3, ... lies in blocks 20, 21, ... of the source, under lease 9 in slot 2."""
+        ready = num_prompt if ready is None else ready
+        final = ready == num_prompt
+        tokens = np.arange(1, num_prompt + 1)
+        self.source.reshape(-1)[20 * BLOCK_SIZE : 20 * BLOCK_SIZE + num_prompt] = (tokens + 1) * tokens
+        self.words[2] = 9
+        fields: dict[str, Any] = {"key": key(name), "lease_id": 9, "lease_slot": 2, "lease_s": 30.0, "layout_fingerprint": LAYOUT}
+        fields |= {"block_ids": tuple(range(20, 20 + -(-num_prompt // BLOCK_SIZE))), "num_ready_tokens": ready, "final": final}
+        self.say(P, KVHandoff(first_token_id=first_token_id if final else None, **(fields | changes)))
+
+    def finish_pulls(self) -> None:
+        for pull in list(self.network.pulls):
+            pull.advance()
+        self.service.tick()

@@ -38,7 +38,7 @@ class RouterActor:
         self._core = Router(config, address=address, clock=time.monotonic, seed=time.time_ns())
         self._model_dir, self._vocab_size = model_dir, vocab_size
         self._inbox: asyncio.Queue[Envelope] = asyncio.Queue()
-        self._serving: asyncio.Future[object] | None = None
+        self._serving: asyncio.Future[tuple[None, None]] | None = None
 
     async def start(self) -> int:
         """Loads the tokenizer and listens; returns the port. Raises StartupError."""

@@ -99,10 +99,11 @@ class FrontDoor:
         """Carries off what the core has put out; for whoever gives the core an input of his own, directly after it."""
         core = self.core
         while core.outbox or core.events:  # cancelling an answer that has grown too long fills them again
-            outbox, core.outbox = core.outbox, []
+            outbox, events = core.outbox[:], core.events[:]
+            core.outbox.clear()
+            core.events.clear()
             for address, message in outbox:
                 self._send(address, message)
-            events, core.events = core.events, []
             for event in events:
                 answer = self._answers.get(event.request_id)
                 if answer is None:

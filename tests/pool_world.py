@@ -15,6 +15,7 @@ from prefill_pool.service import PrefillService
 from protocol.clock import VirtualClock
 from protocol.messages import (
     Address,
+    Drain,
     End,
     Envelope,
     GenerateRequest,
@@ -79,6 +80,11 @@ class World:
     def pass_time(self, seconds: float) -> None:
         self.clock.advance_to(self.clock.now + seconds)
         self.service.tick()
+
+    def drain(self, deadline_s: float) -> None:
+        """Told to drain, and the deadline passes."""
+        self.say(ROUTER, Drain(deadline_s=deadline_s))
+        self.pass_time(deadline_s)
 
     def step(self) -> dict[str, int]:
         """One whole step; the tray it ran."""

@@ -11,11 +11,19 @@ import numpy as np
 from numba import prange, types
 from numba.extending import intrinsic, overload, register_jitable
 
+from engine.runners.cpu_simd import (
+    WIDTH,
+    make_dot_keys,
+    make_product,
+    make_transpose_keys,
+    make_weigh_values,
+    make_widen_row,
+)
 from engine.runners.kernel_cache import compiled
 
 KEY_TILE = 128
 """Keys handled at a time by a prompt tile: scores and the tile's K and V stay in the L2 cache."""
-TILE_ROWS = 48
+TILE_ROWS = 96
 """Query rows (tokens x heads of a group) of a prompt tile."""
 
 # 2 ** f on [0, 1] by Chebyshev interpolation of degree 6, lowest power first; relative error 2.5e-9
@@ -92,41 +100,38 @@ def exp2(x: Any) -> Any:
 
 
 @register_jitable
-def add_product(c: Any, a: Any, b: Any, m: int, k: int, n: int) -> None:
-    """c[:m, :n] += a[:m, :k] @ b[:k, :n]; float32, row-major; m even, k a multiple of 4. Two rows and four terms share each load."""
-    for i in range(0, m, 2):
-        for p in range(0, k, 4):
-            a00, a01, a02, a03 = a[i, p], a[i, p + 1], a[i, p + 2], a[i, p + 3]
-            a10, a11, a12, a13 = a[i + 1, p], a[i + 1, p + 1], a[i + 1, p + 2], a[i + 1, p + 3]
-            for j in range(n):
-                b0, b1, b2, b3 = b[p, j], b[p + 1, j], b[p + 2, j], b[p + 3, j]
-                c[i, j] += a00 * b0 + a01 * b1 + a02 * b2 + a03 * b3
-                c[i + 1, j] += a10 * b0 + a11 * b1 + a12 * b2 + a13 * b3
-
-
-@register_jitable
-def softmax_step(scores: Any, row: int, n: int, peak: Any, total: Any, acc: Any, head_dim: int) -> None:
+def softmax_step(scores: Any, n: int, peak: Any, total: Any, acc: Any, row: int) -> None:
     """One more tile of n scores for one query row: turns them into weights, rescales what was summed so far to the new peak."""
     highest = peak[row]
     for j in range(n):
-        highest = max(highest, scores[row, j])
+        highest = max(highest, scores[j])
     scale = exp2(peak[row] - highest)
     added = np.float32(0.0)
     for j in range(n):
-        weight = exp2(scores[row, j] - highest)
-        scores[row, j] = weight
+        weight = exp2(scores[j] - highest)
+        scores[j] = weight
         added += weight
     peak[row] = highest
     total[row] = total[row] * scale + added
-    for d in range(head_dim):
+    for d in range(acc.shape[1]):
         acc[row, d] *= scale
 
 
-def make_attention(head_dim: int, group: int, block_size: int) -> Callable[..., None]:
+def supports(head_dim: int, block_size: int) -> bool:
+    """Whether these shapes fill whole vectors."""
+    return head_dim % WIDTH == 0 and block_size % WIDTH == 0 and KEY_TILE % block_size == 0
+
+
+def make_attention(head_dim: int, group: int, block_size: int, bf16: bool) -> Callable[..., None]:
     """Attention for `group` query heads per KV head; see `attention` inside for its arguments."""
-    D, G, BS, HALF = head_dim, group, block_size, head_dim // 2
-    SCALE = np.float32(1.4426950408889634 / head_dim**0.5)
-    LOW = np.float32(-1e30)
+    D, G, BS, HALF, BYTES = head_dim, group, block_size, head_dim // 2, 2 if bf16 else 4
+    R = tile_rows(group)
+    SCALE, LOW = np.float32(1.4426950408889634 / head_dim**0.5), np.float32(-1e30)
+    COLUMNS = 32 if head_dim % 32 == 0 else 16
+    dot_keys, NUM_DOT = make_dot_keys(D, G, KEY_TILE, bf16)
+    weigh_block, weigh_one = (make_weigh_values(D, G, KEY_TILE, bf16, num) for num in (16, 1))
+    transpose_keys, widen_row = make_transpose_keys(D, KEY_TILE, bf16), make_widen_row(D, bf16)
+    score_product, value_product = make_product(32, D, KEY_TILE, KEY_TILE), make_product(COLUMNS, KEY_TILE, D, D)
 
     @register_jitable
     def rotate(x: Any, row: int, column: int, cos: Any, sin: Any, position: int, d: int) -> Any:
@@ -160,75 +165,49 @@ def make_attention(head_dim: int, group: int, block_size: int) -> Callable[..., 
     @register_jitable
     def attend_token(t: int, head: int, table: Any, context: int, q: Any, out: Any, cache: Any, layer: int, work: Any) -> None:
         """One token's group of query heads over `context` keys, straight from the blocks."""
-        scores = work[: G * KEY_TILE].reshape(G, KEY_TILE)
-        acc = work[G * KEY_TILE : G * KEY_TILE + G * D].reshape(G, D)
-        peak = work[G * KEY_TILE + G * D : G * KEY_TILE + G * D + G]
-        total = work[G * KEY_TILE + G * D + G : G * KEY_TILE + G * D + 2 * G]
-        acc[:] = np.float32(0.0)
-        peak[:] = LOW
-        total[:] = np.float32(0.0)
-        column = head * G * D
+        scores, acc, peak, total, _, _, _ = scratch(work)
+        acc[:G] = np.float32(0.0)
+        peak[:G] = LOW
+        total[:G] = np.float32(0.0)
+        queries = q.ctypes.data + (t * q.shape[1] + head * G * D) * 4
+        num_kv_heads = cache.shape[3]
+        head_bytes = BS * D * BYTES
+        layer_bytes = 2 * num_kv_heads * head_bytes
+        block_bytes = cache.shape[1] * layer_bytes
+        base = cache.ctypes.data + layer * layer_bytes + head * head_bytes
         for first in range(0, context, KEY_TILE):
             n = min(KEY_TILE, context - first)
             for start in range(0, n, BS):
-                keys = cache[table[(first + start) // BS], layer, 0, head]
-                for j in range(min(BS, n - start)):
-                    for g in range(G):
-                        score = np.float32(0.0)
-                        for d in range(D):
-                            score += q[t, column + g * D + d] * load(keys[j, d])
-                        scores[g, start + j] = score
+                keys = base + np.int64(table[(first + start) // BS]) * block_bytes
+                for j in range(0, min(BS, n - start), NUM_DOT):
+                    dot_keys(queries, keys + j * D * BYTES, scores.ctypes.data + (start + j) * 4)
             for g in range(G):
-                softmax_step(scores, g, n, peak, total, acc, D)
+                softmax_step(scores[g], n, peak, total, acc, g)
             for start in range(0, n, BS):
-                values = cache[table[(first + start) // BS], layer, 1, head]
+                values = base + np.int64(table[(first + start) // BS]) * block_bytes + num_kv_heads * head_bytes
                 here = min(BS, n - start)
-                whole = here - here % 4
-                for j in range(0, whole, 4):
-                    for g in range(G):
-                        p0, p1 = scores[g, start + j], scores[g, start + j + 1]
-                        p2, p3 = scores[g, start + j + 2], scores[g, start + j + 3]
-                        for d in range(D):
-                            acc[g, d] += (
-                                p0 * load(values[j, d])
-                                + p1 * load(values[j + 1, d])
-                                + p2 * load(values[j + 2, d])
-                                + p3 * load(values[j + 3, d])
-                            )
+                whole = here - here % 16
+                for j in range(0, whole, 16):
+                    weigh_block(scores.ctypes.data + (start + j) * 4, values + j * D * BYTES, acc.ctypes.data)
                 for j in range(whole, here):
-                    for g in range(G):
-                        p0 = scores[g, start + j]
-                        for d in range(D):
-                            acc[g, d] += p0 * load(values[j, d])
+                    weigh_one(scores.ctypes.data + (start + j) * 4, values + j * D * BYTES, acc.ctypes.data)
         for g in range(G):
             inverse = np.float32(1.0) / total[g]
             for d in range(D):
-                store(out, t, column + g * D + d, acc[g, d] * inverse)
+                store(out, t, (head * G + g) * D + d, acc[g, d] * inverse)
 
     @register_jitable
     def attend_tile(
         t0: int, num: int, head: int, table: Any, position: int, q: Any, out: Any, cache: Any, layer: int, work: Any
     ) -> None:
         """Tokens t0 .. t0 + num - 1, the first at `position`, causal: K and V tiles widened to float32 once for all rows."""
+        scores, acc, peak, total, queries, keys_t, values = scratch(work)
         rows = num * G
-        even = rows + rows % 2
-        R = TILE_ROWS
-        o = 0
-        scores = work[o : o + R * KEY_TILE].reshape(R, KEY_TILE)
-        o += R * KEY_TILE
-        keys_t = work[o : o + D * KEY_TILE].reshape(D, KEY_TILE)
-        o += D * KEY_TILE
-        values = work[o : o + D * KEY_TILE].reshape(KEY_TILE, D)
-        o += D * KEY_TILE
-        acc = work[o : o + R * D].reshape(R, D)
-        o += R * D
-        queries = work[o : o + R * D].reshape(R, D)
-        o += R * D
-        peak, total = work[o : o + R], work[o + R : o + 2 * R]
-        acc[:even] = np.float32(0.0)
-        peak[:even] = LOW
-        total[:even] = np.float32(0.0)
-        queries[even - 1] = np.float32(0.0)
+        whole = (rows + 7) // 8 * 8
+        acc[:whole] = np.float32(0.0)
+        peak[:whole] = LOW
+        total[:whole] = np.float32(0.0)
+        queries[rows:whole] = np.float32(0.0)
         for r in range(rows):
             column = (head * G + r % G) * D
             for d in range(D):
@@ -236,31 +215,54 @@ def make_attention(head_dim: int, group: int, block_size: int) -> Callable[..., 
         context = position + num
         for first in range(0, context, KEY_TILE):
             n = min(KEY_TILE, context - first)
-            padded = (n + 3) // 4 * 4
-            for start in range(0, n, BS):
-                block = table[(first + start) // BS]
-                k, v = cache[block, layer, 0, head], cache[block, layer, 1, head]
-                here = min(BS, n - start)
-                for d in range(D):
-                    for j in range(here):
-                        keys_t[d, start + j] = load(k[j, d])
-                for j in range(here):
-                    for d in range(D):
-                        values[start + j, d] = load(v[j, d])
-            keys_t[:, n:padded] = np.float32(0.0)
+            padded = (n + 31) // 32 * 32
             values[n:padded] = np.float32(0.0)
-            scores[:even, :padded] = np.float32(0.0)
-            add_product(scores, queries, keys_t, even, D, padded)
+            for start in range(0, n, BS):
+                block = np.int64(table[(first + start) // BS])
+                k, v = cache[block, layer, 0, head].ctypes.data, cache[block, layer, 1, head].ctypes.data
+                for j in range(0, BS, 16):
+                    transpose_keys(k + j * D * BYTES, keys_t.ctypes.data + (start + j) * 4)
+                for j in range(min(BS, n - start)):
+                    widen_row(v + j * D * BYTES, values.ctypes.data + (start + j) * D * 4)
+            scores[:whole, :padded] = np.float32(0.0)
+            for r in range(0, whole, 8):
+                for j in range(0, padded, 32):
+                    for d in range(0, D, 16):
+                        score_product(
+                            queries.ctypes.data + (r * D + d) * 4,
+                            keys_t.ctypes.data + (d * KEY_TILE + j) * 4,
+                            scores.ctypes.data + (r * KEY_TILE + j) * 4,
+                        )
             for r in range(rows):
                 for j in range(min(n, max(0, position + r // G + 1 - first)), padded):
                     scores[r, j] = LOW
-                softmax_step(scores, r, padded, peak, total, acc, D)
-            add_product(acc, scores, values, even, padded, D)
+                softmax_step(scores[r], padded, peak, total, acc, r)
+            for r in range(0, whole, 8):
+                for d in range(0, D, COLUMNS):
+                    for j in range(0, padded, 16):
+                        value_product(
+                            scores.ctypes.data + (r * KEY_TILE + j) * 4,
+                            values.ctypes.data + (j * D + d) * 4,
+                            acc.ctypes.data + (r * D + d) * 4,
+                        )
         for r in range(rows):
             inverse = np.float32(1.0) / total[r]
             column = (head * G + r % G) * D
             for d in range(D):
                 store(out, t0 + r // G, column + d, acc[r, d] * inverse)
+
+    @register_jitable
+    def scratch(work: Any) -> Any:
+        """scores [R, KEY_TILE], acc [R, D], peak [R], total [R], queries [R, D], keys_t [D, KEY_TILE], values [KEY_TILE, D]."""
+        a = R * KEY_TILE
+        b = a + R * D
+        c = b + 2 * R
+        d = c + R * D
+        e = d + D * KEY_TILE
+        return (
+            work[:a].reshape(R, KEY_TILE), work[a:b].reshape(R, D), work[b : b + R], work[b + R : c], work[c:d].reshape(R, D),
+            work[d:e].reshape(D, KEY_TILE), work[e : e + D * KEY_TILE].reshape(KEY_TILE, D),
+        )  # fmt: skip
 
     def attention(
         qkv: Any, layer: int, cache: Any, q: Any, out: Any, positions: Any, slots: Any, cos: Any, sin: Any,
@@ -290,9 +292,14 @@ def make_attention(head_dim: int, group: int, block_size: int) -> Callable[..., 
     return compiled_attention
 
 
+def tile_rows(group: int) -> int:
+    """Query rows of a prompt tile, a multiple of 8: whole tokens of `group` rows, at least one."""
+    return max(TILE_ROWS, (group + 7) // 8 * 8)
+
+
 def scratch_elements(head_dim: int, group: int) -> int:
     """float32 elements of one scratch row of `attention`."""
-    rows = max(TILE_ROWS, group + group % 2)
+    rows = tile_rows(group)
     return rows * KEY_TILE + 2 * head_dim * KEY_TILE + 2 * rows * head_dim + 2 * rows
 
 

@@ -30,7 +30,7 @@ if PARALLEL:
 
 
 class SourceKeyedLocator(UserProvidedCacheLocator):  # type: ignore[misc]
-    """Tells numba to keep compiled functions in <cache>/kernels/<hash of the source file and of `PARALLEL`>."""
+    """Tells numba to keep compiled functions in <cache>/kernels/<hash of the kernels' source files and of `PARALLEL`>."""
 
     def __init__(self, py_func: Callable[..., Any], py_file: str) -> None:
         self._py_file = py_file
@@ -48,7 +48,8 @@ class SourceKeyedLocator(UserProvidedCacheLocator):  # type: ignore[misc]
 
 
 def _folder(py_file: str) -> Path:
-    source = Path(py_file).read_bytes() + (b"omp" if PARALLEL else b"serial")
+    sources = sorted(Path(py_file).parent.glob("cpu_*.py"))
+    source = b"".join(path.read_bytes() for path in sources) + (b"omp" if PARALLEL else b"serial")
     return cache_dir() / "kernels" / hashlib.blake2b(source, digest_size=12).hexdigest()
 
 

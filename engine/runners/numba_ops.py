@@ -22,14 +22,14 @@ class NumbaOps:
         self.model, self._num_threads = model, min(num_threads, numba.config.NUMBA_NUM_THREADS)
         self._block_size = cache.shape[4]
         self._group = config.num_heads // config.num_kv_heads
-        self._tile_tokens = max(1, cpu_kernels.TILE_ROWS // self._group)
+        self._tile_tokens = cpu_kernels.tile_rows(self._group) // self._group
         self._cache = _array(cache)
         self._cos, self._sin = model.cos.numpy(), model.sin.numpy()
         self._eps = np.float32(config.rms_norm_eps)
         norms = [norm for layer in model.layers for norm in (layer.input_norm, layer.post_norm)]
         self._weights = {id(norm): norm.float().numpy() for norm in (*norms, model.norm)}
         self._work = np.zeros((self._num_threads, cpu_kernels.scratch_elements(config.head_dim, self._group)), dtype=np.float32)
-        self._attention = cpu_kernels.make_attention(config.head_dim, self._group, self._block_size)
+        self._attention = cpu_kernels.make_attention(config.head_dim, self._group, self._block_size, model.dtype is torch.bfloat16)
         self._grow(16)
         with one_compiles(cpu_kernels.__file__):
             self._compile()

@@ -115,7 +115,7 @@ def end_it(world: DecodeWorld, cause: str) -> None:
     acts: dict[str, Callable[[], object]] = {
         "abort": lambda: world.say(ROUTER, AbortRequest(key=key(), reason="client")),
         "deadline": lambda: world.pass_time(3.0),
-        "drain": lambda: (world.say(ROUTER, Drain(deadline_s=1.0)), world.pass_time(1.0)),
+        "drain": lambda: world.drain(1.0),
         "router gone": lambda: world.pass_time(10.0),
         "revoke": lambda: world.say(P, KVRevoke(key=key(), lease_id=9, reason="client")),
     }

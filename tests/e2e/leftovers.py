@@ -1,47 +1,57 @@
-"""What a deployment may leave behind: processes, shared memory, folders."""
+"""What a deployment may leave behind: processes, shared memory, folders. Other deployments may run on the machine meanwhile."""
 
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 
-def descendants(pid: int) -> dict[int, str]:
-    """Live processes below `pid`, with their command lines."""
-    parents: dict[int, int] = {}
+def processes() -> dict[int, tuple[int, str]]:
+    """Live processes: pid -> (parent's pid, command line)."""
+    found: dict[int, tuple[int, str]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                state, parent, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
+                command = (entry / "cmdline").read_text().replace("\0", " ")
             except OSError:
                 continue
-            if fields[0] != "Z":
-                parents[int(entry.name)] = int(fields[1])
-    found: dict[int, str] = {}
-    grown = True
-    while grown:
-        below = {child for child, parent in parents.items() if (parent == pid or parent in found) and child not in found}
-        found |= {child: _command(child) for child in below}
-        grown = bool(below)
+            if state != "Z":
+                found[int(entry.name)] = int(parent), command
     return found
 
 
-def _command(pid: int) -> str:
+def descendants(pid: int) -> dict[int, str]:
+    """Live processes below `pid`, with their command lines."""
+    alive, found = processes(), {pid: ""}
+    while below := {child: command for child, (parent, command) in alive.items() if parent in found and child not in found}:
+        found |= below
+    del found[pid]
+    return found
+
+
+def orphans() -> set[str]:
+    """Shared-memory files whose creator is dead, and private Ray folders that no live process works in."""
+    commands = [command for _, command in processes().values()]
+    memory = {str(path) for path in Path("/dev/shm").glob("twopass-*") if not _locked(path)}
+    folders = {str(path) for path in Path("/tmp").glob("twopass-*") if not any(str(path) in command for command in commands)}
+    return memory | folders
+
+
+def _locked(path: Path) -> bool:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-    except OSError:
-        return ""
-
-
-def files() -> set[str]:
-    """Shared-memory files and temporary folders of any deployment on this machine."""
-    return {str(path) for folder in ("/dev/shm", "/tmp") for path in Path(folder).glob("twopass-*")}
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (BlockingIOError, FileNotFoundError):
+        return True
+    return False
 
 
 @contextmanager
 def none_left() -> Iterator[None]:
-    """Asserts at the end that no process below this one and no file is new. Other deployments must not start or stop meanwhile."""
-    processes, before = descendants(os.getpid()), files()
+    """Asserts at the end that there is no new process below this one and no new orphan."""
+    running, lying = descendants(os.getpid()), orphans()
     yield
-    assert {pid: command for pid, command in descendants(os.getpid()).items() if pid not in processes} == {}
-    assert files() - before == set()
+    assert {pid: command for pid, command in descendants(os.getpid()).items() if pid not in running} == {}
+    assert orphans() - lying == set()

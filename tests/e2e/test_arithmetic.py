@@ -68,7 +68,7 @@ def test_a_prompt_seen_before_comes_from_the_prefix_cache(running: Running) -> N
     [
         ([], {"max_tokens": 4}, "prompt"),
         ([1] * MAX_MODEL_LEN, {"max_tokens": 4}, "prompt"),
-        ([32_000], {"max_tokens": 4}, "prompt"),
+        ([32_000], {"max_tokens": 4}, "token_ids[0]"),
         ([1], {"max_tokens": 0}, "max_tokens"),
         ([1], {"max_tokens": 4, "n": 0}, "n"),
     ],
@@ -76,7 +76,7 @@ def test_a_prompt_seen_before_comes_from_the_prefix_cache(running: Running) -> N
 def test_what_cannot_be_served_is_refused_at_once(running: Running, prompt: list[int], options: dict[str, int], field: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         running.client.generate_text(prompt_token_ids=prompt, **options)  # type: ignore[arg-type]
-    assert refused.value.field.startswith(field)
+    assert refused.value.field == field
 
 
 def test_nothing_leaks_after_200_mixed_requests_with_cancels(running: Running) -> None:

@@ -126,7 +126,7 @@ def end_it(world: PrefillWorld, cause: str) -> None:
     acts: dict[str, Callable[[], None]] = {
         "abort": lambda: world.say(ROUTER, AbortRequest(key=key(), reason="client")),
         "deadline": lambda: world.pass_time(3.0),
-        "drain": lambda: (world.say(ROUTER, Drain(deadline_s=2.0)), world.pass_time(2.0)) and None,
+        "drain": lambda: world.drain(2.0),
         "router gone": lambda: world.pass_time(10.0),
     }
     acts[cause]()

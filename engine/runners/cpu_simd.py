@@ -1,0 +1,192 @@
+"""Straight-line SIMD pieces for the CPU kernels, emitted as LLVM vector code and called from numba functions like any other function.
+
+Every argument is an address (int64, bytes). float32 everywhere, but for keys and values in the cache: those are of the cache's element
+type, bf16 or float32, and are widened as they are loaded. Vectors are 16 wide; LLVM splits them where the CPU's are narrower.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+WIDTH = 16
+PRODUCT_ROWS, PRODUCT_TERMS = 8, 16
+"""Rows and inner terms of one `product`."""
+
+FLOAT, INT32, INT64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+VECTOR = ir.VectorType(FLOAT, WIDTH)
+FUSE = ("contract",)
+
+
+def _at(builder: Any, address: Any, num_bytes: int, element: Any) -> Any:
+    moved = builder.add(address, ir.Constant(INT64, num_bytes)) if num_bytes else address
+    return builder.inttoptr(moved, element.as_pointer())
+
+
+def _load(builder: Any, address: Any, num_bytes: int, element: Any = VECTOR) -> Any:
+    return builder.load(_at(builder, address, num_bytes, element), align=4, typ=element)
+
+
+def _store(builder: Any, value: Any, address: Any, num_bytes: int) -> None:
+    builder.store(value, _at(builder, address, num_bytes, value.type), align=4)
+
+
+def _load_wide(builder: Any, address: Any, first: int, bf16: bool) -> Any:
+    """16 cache elements from element `first` on, as float32."""
+    if not bf16:
+        return _load(builder, address, first * 4)
+    half = ir.VectorType(ir.IntType(16), WIDTH)
+    words = builder.load(_at(builder, address, first * 2, half), align=2, typ=half)
+    whole = ir.VectorType(INT32, WIDTH)
+    return builder.bitcast(builder.shl(builder.zext(words, whole), ir.Constant(whole, [16] * WIDTH)), VECTOR)
+
+
+def _splat(builder: Any, address: Any, num_bytes: int) -> Any:
+    one = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), _load(builder, address, num_bytes, FLOAT), ir.Constant(INT32, 0))
+    return builder.shuffle_vector(one, ir.Constant(VECTOR, ir.Undefined), ir.Constant(ir.VectorType(INT32, WIDTH), [0] * WIDTH))
+
+
+def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    return builder.fadd(builder.fmul(a, b, flags=FUSE), c, flags=FUSE)
+
+
+def _pick(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(INT32, len(lanes)), lanes))
+
+
+def _lane_sums(builder: Any, vectors: list[Any]) -> Any:
+    """Sum over the lanes of each of n vectors (n a power of two, at most 16), as one vector of n floats: neighbours added pairwise."""
+    num = len(vectors)
+    while len(vectors) > 1:
+        even, odd = list(range(0, 2 * WIDTH, 2)), list(range(1, 2 * WIDTH, 2))
+        pairs = zip(vectors[::2], vectors[1::2], strict=True)
+        vectors = [builder.fadd(_pick(builder, a, b, even), _pick(builder, a, b, odd)) for a, b in pairs]
+    total, width = vectors[0], WIDTH
+    while width > num:
+        total = builder.fadd(_pick(builder, total, total, list(range(0, width, 2))), _pick(builder, total, total, list(range(1, width, 2))))
+        width //= 2
+    return total
+
+
+def _piece(num_addresses: int, emit: Callable[..., None]) -> Any:
+    """A numba function of `num_addresses` int64 arguments without result, whose body `emit(builder, *addresses)` writes."""
+    signature = types.void(*[types.int64] * num_addresses)
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        emit(builder, *args)
+        return context.get_dummy_value()
+
+    if num_addresses == 2:
+
+        @intrinsic
+        def two(typingctx: Any, a: Any, b: Any) -> Any:
+            return signature, generate
+
+        return two
+
+    @intrinsic
+    def three(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
+        return signature, generate
+
+    return three
+
+
+def make_dot_keys(head_dim: int, group: int, score_stride: int, bf16: bool) -> tuple[Any, int]:
+    """(piece, n): piece(q, keys, scores) dots `group` rows of q [group, head_dim] with n rows of cached keys [n, head_dim].
+
+    Head g's n results go to scores + g * score_stride floats. n divides 16: as many keys as keep all sums in 24 registers.
+    """
+    num = 16
+    while num > 1 and num * group > 24:
+        num //= 2
+
+    def emit(builder: Any, q: Any, keys: Any, scores: Any) -> None:
+        sums: list[list[Any]] = [[None] * num for _ in range(group)]
+        for d in range(0, head_dim, WIDTH):
+            rows = [_load(builder, q, (g * head_dim + d) * 4) for g in range(group)]
+            for j in range(num):
+                key = _load_wide(builder, keys, j * head_dim + d, bf16)
+                for g in range(group):
+                    before = sums[g][j]
+                    sums[g][j] = builder.fmul(rows[g], key) if before is None else _fma(builder, rows[g], key, before)
+        for g in range(group):
+            _store(builder, _lane_sums(builder, sums[g]), scores, g * score_stride * 4)
+
+    return _piece(3, emit), num
+
+
+def make_weigh_values(head_dim: int, group: int, score_stride: int, bf16: bool, num: int) -> Any:
+    """piece(weights, values, acc): acc [group, head_dim] += weights @ values for `num` rows of cached values [num, head_dim].
+
+    Head g's `num` weights stand at weights + g * score_stride floats.
+    """
+    heads = max(1, min(group, 24 * WIDTH // head_dim))
+
+    def emit(builder: Any, weights: Any, values: Any, acc: Any) -> None:
+        columns = range(0, head_dim, WIDTH)
+        for g0 in range(0, group, heads):
+            some = range(g0, min(group, g0 + heads))
+            sums = {(g, d): _load(builder, acc, (g * head_dim + d) * 4) for g in some for d in columns}
+            for j in range(num):
+                weight = {g: _splat(builder, weights, (g * score_stride + j) * 4) for g in some}
+                for d in columns:
+                    value = _load_wide(builder, values, j * head_dim + d, bf16)
+                    for g in some:
+                        sums[g, d] = _fma(builder, weight[g], value, sums[g, d])
+            for (g, d), total in sums.items():
+                _store(builder, total, acc, (g * head_dim + d) * 4)
+
+    return _piece(3, emit)
+
+
+def make_transpose_keys(head_dim: int, stride: int, bf16: bool) -> Any:
+    """piece(keys, out): 16 rows of cached keys [16, head_dim] become out [head_dim, 16], rows `stride` floats apart."""
+
+    def emit(builder: Any, keys: Any, out: Any) -> None:
+        for d in range(0, head_dim, WIDTH):
+            rows = [_load_wide(builder, keys, j * head_dim + d, bf16) for j in range(WIDTH)]
+            for step in (1, 2, 4, 8):
+                # exchange the off-diagonal halves of every 2 x 2 square of `step`-wide tiles
+                low = [lane if not lane & step else WIDTH + lane - step for lane in range(WIDTH)]
+                high = [lane + step if not lane & step else WIDTH + lane for lane in range(WIDTH)]
+                for i in range(WIDTH):
+                    if not i & step:
+                        a, b = rows[i], rows[i + step]
+                        rows[i], rows[i + step] = _pick(builder, a, b, low), _pick(builder, a, b, high)
+            for i, row in enumerate(rows):
+                _store(builder, row, out, (d + i) * stride * 4)
+
+    return _piece(2, emit)
+
+
+def make_widen_row(head_dim: int, bf16: bool) -> Any:
+    """piece(row, out): head_dim cache elements as float32."""
+
+    def emit(builder: Any, row: Any, out: Any) -> None:
+        for d in range(0, head_dim, WIDTH):
+            _store(builder, _load_wide(builder, row, d, bf16), out, d * 4)
+
+    return _piece(2, emit)
+
+
+def make_product(num_columns: int, a_stride: int, b_stride: int, c_stride: int) -> Any:
+    """piece(a, b, c): c [8, num_columns] += a [8, 16] @ b [16, num_columns]; rows of each lie their stride (in floats) apart.
+
+    num_columns: 16 or 32, so that c stays in registers.
+    """
+
+    def emit(builder: Any, a: Any, b: Any, c: Any) -> None:
+        columns = range(0, num_columns, WIDTH)
+        sums = {(i, j): _load(builder, c, (i * c_stride + j) * 4) for i in range(PRODUCT_ROWS) for j in columns}
+        for k in range(PRODUCT_TERMS):
+            rows = {j: _load(builder, b, (k * b_stride + j) * 4) for j in columns}
+            for i in range(PRODUCT_ROWS):
+                factor = _splat(builder, a, (i * a_stride + k) * 4)
+                for j in columns:
+                    sums[i, j] = _fma(builder, factor, rows[j], sums[i, j])
+        for (i, j), total in sums.items():
+            _store(builder, total, c, (i * c_stride + j) * 4)
+
+    return _piece(3, emit)

@@ -83,20 +83,23 @@ def decode(running: int, num_steps: int) -> dict[str, float]:
     """All sequences decode, at random places in their blocks; none ends."""
     load = Load(running, (64, 256), (3000, 3000))
     num_blocks = running * (256 + num_steps + 2 * BLOCK_SIZE) // BLOCK_SIZE + 1
-    config = EngineConfig(max_num_batched_tokens=max(8192, 2 * running), max_num_seqs=running, max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE)
+    config = EngineConfig(
+        max_num_batched_tokens=max(8192, 2 * running), max_num_seqs=running, max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE
+    )
     scheduler = Scheduler(config, num_blocks=num_blocks, eos_token_ids=(EOS,))
     for _ in range(running):
         scheduler.add(load.request())
-    while scheduler.num_waiting or scheduler.num_running < running or not _all_decode(scheduler, load):
+    while not _step_decodes_all(scheduler, load):
         pass
     return {"running": running, **measure(scheduler, load, num_steps, lambda ended: None)}
 
 
-def _all_decode(scheduler: Scheduler, load: Load) -> bool:
+def _step_decodes_all(scheduler: Scheduler, load: Load) -> bool:
     batch = scheduler.schedule()
-    assert batch is not None
+    if batch is None:
+        raise RuntimeError("nothing to schedule")
     scheduler.commit(load.output(batch))
-    return bool(batch.num_scheduled.max() == 1)
+    return scheduler.num_waiting == 0 and int(batch.num_scheduled.max()) == 1
 
 
 def mixed(num_blocks: int, num_steps: int) -> dict[str, float]:

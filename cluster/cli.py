@@ -76,6 +76,7 @@ def serve(
         with Deployment(loaded, console.print) as deployment:
             stop.serving = True
             console.print(f"serving on {loaded.router.grpc_host}:{deployment.port}; Ctrl-C drains")
+            console.print(f"metrics on http://{loaded.router.metrics_host}:{deployment.metrics_port}/metrics")
             while not stop.asked:
                 deployment.watch()
             console.print(f"draining, at most {drain_s:g} s; Ctrl-C again stops at once")

@@ -125,7 +125,8 @@ def run(model: Path | None, out: Path | None) -> None:
 
 def _config(model_dir: Path) -> ClusterConfig:
     pool = {"max_model_len": 2048, "max_num_batched_tokens": 256, "max_num_seqs": 8, "kv_cache_bytes": 256 * 1024**2}
-    return from_tree({"model": str(model_dir), "prefill": pool, "decode": pool, "router": {"grpc_port": 0}})
+    prefill = {**pool, "long_prefill_token_threshold": 128}  # the long prompt leaves half of each step to the others
+    return from_tree({"model": str(model_dir), "prefill": prefill, "decode": pool, "router": {"grpc_port": 0, "metrics_port": 0}})
 
 
 @contextmanager

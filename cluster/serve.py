@@ -66,6 +66,8 @@ class Deployment:
     """Of every shared-memory file of this deployment; without its last dash also the Ray namespace."""
     port: int = 0
     """Where gRPC is served."""
+    metrics_port: int = 0
+    """Where Prometheus scrapes."""
     _epoch: int = 0
     _ray: RayCluster | None = None
     _router: Actor | None = None
@@ -131,13 +133,16 @@ class Deployment:
         actors = [replica.actor for replica in self._replicas if replica.actor and replica.state == "up"]
         if self._router is not None:
             actors.insert(0, self._router)
-        stopping = [actor.start("stop") for actor in actors]
-        for actor, reference in zip(actors, stopping, strict=True):
-            ready(reference, STOP_TIMEOUT_S)
-            actor.kill()
-        self._ray.close()
-        self._ray = None
-        remove_stale(self.prefix)
+        try:
+            stopping = [actor.start("stop") for actor in actors]
+            for reference in stopping:
+                ready(reference, STOP_TIMEOUT_S)
+        finally:
+            for actor in [*actors, *(replica.actor for replica in self._replicas if replica.actor and replica.state == "starting")]:
+                actor.kill()
+            self._ray.close()
+            self._ray = None
+            remove_stale(self.prefix)
 
     def _start(self) -> None:
         config = self.config
@@ -150,14 +155,15 @@ class Deployment:
         self.progress("starting Ray")
         self._ray = RayCluster.open(self._namespace, num_cpus=sum(threads))
         self._ray.place(threads)
-        self.progress("starting the router")
+        self.progress(f"starting the router, {', '.join(replica.replica_id for replica in self._replicas)}")
         address = Address(ROUTER_ID, self._next_epoch())
         self._router = self._ray.spawn(RouterActor, address, address, config.router, model_dir, served.vocab_size, Mailbox(self._namespace))
-        self.port = self._router.call("start")
-        self.progress("starting " + ", ".join(replica.replica_id for replica in self._replicas))
+        port = self._router.start("start")
         for bundle, replica in enumerate(self._replicas):
             replica.bundle = bundle
             self._launch(replica)
+        self.port = result(port)
+        self.metrics_port = self._router.call("metrics_port")
         for replica in self._replicas:
             self._await_first_start(replica)
         self._await_greetings()

@@ -21,6 +21,7 @@ from decode_pool.pulls import PullEnd, Pulls
 from engine.runner import Batch, StepOutput
 from engine.scheduler import Scheduler
 from engine.sequence import Request
+from engine.step_counts import StepCounts
 from kv_transfer.config import TransferConfig
 from kv_transfer.state import DECODE_TABLE, DecodeEvent, DecodeState, advance
 from kv_transfer.transport import Transport
@@ -97,6 +98,7 @@ class DecodeService:
         self._clock = clock
         self._link = RouterLink(link, clock, self.outbox)
         self._entries: dict[RequestKey, Decode] = {}
+        self._transport = transport
         self._pulls = Pulls(transport, clock)
         self._num_early = 0
         self.timers: Timers[tuple[str, RequestKey]] = Timers()
@@ -105,11 +107,15 @@ class DecodeService:
         self._trays: deque[Batch] = deque(maxlen=_LAST_TRAYS)
         self.counters: dict[str, float] = dict.fromkeys(
             (
-                *("requests", "prompt_tokens", "cached_tokens", "generated_tokens", "steps", "step_seconds", "preemptions"),
+                *("requests", "prompt_tokens", "cached_tokens", "transferred_tokens", "prefix_query_tokens", "generated_tokens"),
+                *("preemptions_recompute", "preemptions_swap", "preemptions_remote", "recomputed_tokens"),
                 *("pulls", "pull_failures", "leases_lost", "pulled_bytes", "pull_seconds", "timers_fired", "ignored"),
+                *StepCounts.KEYS,
             ),
             0,
         )
+        """`prompt_tokens`: computed here, counted when the prompt is complete; again after a preemption: `recomputed_tokens`."""
+        self._steps = StepCounts(self.counters, scheduler.config)
         self._handlers: dict[type, Callable[[Envelope], None]] = {
             GenerateRequest: self._on_generate,
             AbortRequest: self._on_abort,
@@ -178,27 +184,28 @@ class DecodeService:
                 self.check_idle()
 
     def schedule(self) -> Batch | None:
+        started_at = self._clock()
         batch = self._scheduler.schedule()
         events = self._scheduler.take_events()
+        self.counters["scheduler_seconds"] += self._clock() - started_at
         for key, num_cached in events.admitted:
             entry = self._entries[key]
             if entry.state is DecodeState.RUNNING:  # its KV came from elsewhere
                 entry.timeline.enter("first_step")
                 continue
             self._move(entry, DecodeEvent.ADMITTED, DecodeState.RUNNING)
-            entry.num_cached_tokens = num_cached
+            self._note_prefix(entry, num_cached)
             entry.timeline.enter("prefill")
-            self.counters["cached_tokens"] += num_cached
         for reserved in events.reserved:
             entry = self._entries[reserved.key]
             self._move(entry, DecodeEvent.RESERVED, DecodeState.RESERVED)
             entry.block_ids = reserved.block_ids
-            entry.num_verified_tokens = entry.num_cached_tokens = reserved.num_cached_tokens
-            self.counters["cached_tokens"] += reserved.num_cached_tokens
+            entry.num_verified_tokens = reserved.num_cached_tokens
+            self._note_prefix(entry, reserved.num_cached_tokens)
             if entry.handoff is not None and entry.handoff.final:
                 entry.timeline.enter("transfer")
             self._pull_more(entry)
-        self.counters["preemptions"] += len(events.preempted)
+        self.counters["preemptions_recompute"] += len(events.preempted)
         for key, finish_reason in events.ended:
             entry = self._entries[key]
             self._link.end(key, self._slot(entry), "finished", finish_reason=finish_reason)
@@ -211,13 +218,19 @@ class DecodeService:
 
     def commit(self, output: StepOutput) -> None:
         """A step was executed: its tokens and ends go to the router in one message."""
+        started_at = self._clock()
         committed = self._scheduler.commit(output)
         counters = self.counters
-        counters["steps"] += 1
-        counters["step_seconds"] += output.seconds
+        counters["scheduler_seconds"] += self._clock() - started_at
+        self._steps.committed(committed.batch, output)
         counters["generated_tokens"] += len(committed.token_ids)
         for key in committed.first:
-            self._entries[key].timeline.enter("decode")
+            entry = self._entries[key]
+            entry.timeline.enter("decode")
+            if entry.handoff is None:
+                counters["prompt_tokens"] += self._num_prompt_tokens(entry) - entry.num_cached_tokens
+            else:
+                counters["generated_tokens"] -= 1  # the prefill engine sampled it
         for finished in committed.finished:
             entry = self._entries[finished.key]
             self._link.end(finished.key, finished.slot, "finished", finish_reason=finished.finish_reason)
@@ -412,6 +425,7 @@ class DecodeService:
         )
         self.outbox.append((entry.source, release))
         self.timers.cancel(("renew", entry.key))
+        self.counters["transferred_tokens"] += self._num_prompt_tokens(entry) - entry.num_cached_tokens
         self.counters["pulled_bytes"] += entry.num_bytes
         self.counters["pull_seconds"] += entry.pull_seconds
         entry.timeline.enter("decode_queue")
@@ -468,6 +482,16 @@ class DecodeService:
     def _move(self, entry: Decode, event: DecodeEvent, state: DecodeState) -> None:
         entry.state = advance(DECODE_TABLE, entry.state, event, state)
 
+    def _note_prefix(self, entry: Decode, num_cached: int) -> None:
+        """What this engine's own prefix cache had of a prompt; once per attempt."""
+        entry.num_cached_tokens = num_cached
+        self.counters["cached_tokens"] += num_cached
+        if self._scheduler.config.enable_prefix_caching:
+            self.counters["prefix_query_tokens"] += self._num_prompt_tokens(entry)
+
+    def _num_prompt_tokens(self, entry: Decode) -> int:
+        return 0 if entry.request is None else len(entry.request.prompt_token_ids)
+
     def _slot(self, entry: Decode) -> int:
         if entry.request is None:
             raise ProtocolError(f"{entry.key} has no request")
@@ -481,6 +505,7 @@ class DecodeService:
     def _status(self, seq: int) -> ReplicaStatus:
         scheduler = self._scheduler
         added, removed = scheduler.blocks.take_hash_changes()
+        self.counters["recomputed_tokens"] = scheduler.num_recomputed_tokens
         return ReplicaStatus(
             state="up" if self._drain_at is None else "draining",
             seq=seq,
@@ -490,7 +515,11 @@ class DecodeService:
             num_pulls=len(self._pulls),
             num_early_handoffs=self._num_early,
             num_free_blocks=scheduler.num_free_blocks,
+            num_cached_blocks=scheduler.blocks.num_cached,
+            num_held_blocks=scheduler.blocks.num_quarantined,
+            transport=self._transport.name,
             counters=dict(self.counters),
+            distributions=self._steps.distributions,
             last_trays=tuple(batch.tray() for batch in self._trays),
             hashes_added=added,
             hashes_removed=removed,

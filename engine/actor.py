@@ -3,6 +3,7 @@
 A *synchronous* actor, because Ray keeps the order of a sender's calls only on those; the engine runs in the loop's own threads.
 """
 
+import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -38,6 +39,9 @@ class EngineActor:
     def failure(self) -> str:
         """Why the engine can no longer work; empty while it can."""
         return str(self._loop.failure or "") if self._loop is not None else ""
+
+    def pid(self) -> int:
+        return os.getpid()
 
     def stop(self) -> None:
         """Ends the threads and gives shared memory back. Requests still here are lost."""

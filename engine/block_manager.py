@@ -5,7 +5,7 @@ findable by hash until the block is taken), or *quarantined* (no reference left,
 Block 0 is never used. Blank blocks are taken first, then cached ones, least recently freed first.
 """
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -22,21 +22,21 @@ MAX_LOGGED_HASHES = 65536
 class BlockManager:
     """All KV blocks of one engine. `free` may be called by whoever owns references outside the scheduler (leases, revoked prompts)."""
 
-    def __init__(self, num_blocks: int, *, enable_prefix_caching: bool = True) -> None:
+    def __init__(self, num_blocks: int) -> None:
         if num_blocks < 2:
             raise ValueError(f"num_blocks: {num_blocks} is below 2 (block 0 is never used)")
         self.num_blocks = num_blocks
-        self.enable_prefix_caching = enable_prefix_caching
         self.num_external = 0
         """References held outside the scheduler."""
         self._references = np.zeros(num_blocks, np.int32)
-        self._hashed = np.zeros(num_blocks, np.bool_)
         self._blank = list(range(num_blocks - 1, 0, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._cached = _FreedBlocks(num_blocks)
         self._block_of: dict[bytes, int] = {}
         self._twins: dict[bytes, list[int]] = {}
         """Further blocks with the hash of a block in `_block_of`, oldest first."""
-        self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._hashed = np.zeros(num_blocks, np.bool_)
+        self._hash_of = np.empty(num_blocks, np.object_)
+        """bytes, of those in `_hashed`."""
         self._num_scheduled = 0
         self._num_committed = 0
         self._quarantine: deque[tuple[int, int, Int32]] = deque()
@@ -76,20 +76,32 @@ class BlockManager:
 
     def allocate(self, count: int) -> Int32:
         """Takes `count` blocks, one reference each. int32 [count]. Raises ProtocolError if fewer are free: callers look first."""
+        if count > self.num_free:
+            raise ProtocolError(f"{count} blocks asked for, {self.num_free} are free")
         blank = self._blank
-        num_blank = min(count, len(blank))
-        taken = blank[len(blank) - num_blank :]
-        taken.reverse()
-        del blank[len(blank) - num_blank :]
-        if num_blank < count:
-            if count - num_blank > len(self._cached):
-                raise ProtocolError(f"{count} blocks asked for, {num_blank + len(self._cached)} are free")
-            for _ in range(count - num_blank):
-                block, _ = self._cached.popitem(last=False)
-                self.forget(block)
-                taken.append(block)
-        blocks = np.array(taken, np.int32)
+        if not blank:
+            blocks = self._evict(count)
+        else:
+            start = max(len(blank) - count, 0)
+            blocks = np.array(blank[start:][::-1], np.int32)
+            del blank[start:]
+            if len(blocks) < count:
+                blocks = np.concatenate((blocks, self._evict(count - len(blocks))))
         self._references[blocks] = 1
+        return blocks
+
+    def _evict(self, count: int) -> Int32:
+        """Takes the cached blocks that were freed first; their content can no longer be found."""
+        blocks = self._cached.pop(count)
+        hashes: list[bytes] = self._hash_of[blocks].tolist()
+        if self._twins or np.count_nonzero(self._hashed[blocks]) < count:
+            for block in blocks.tolist():
+                self.forget(block)
+            return blocks
+        self._hashed[blocks] = False
+        self._removed.extend(hashes)
+        for block_hash in hashes:
+            del self._block_of[block_hash]
         return blocks
 
     def acquire(self, blocks: Seq[int]) -> None:
@@ -97,7 +109,7 @@ class BlockManager:
         for block in blocks:
             if self._references[block] == 0:
                 if block in self._cached:
-                    del self._cached[block]
+                    self._cached.remove(block)
                 else:
                     self._num_quarantined -= 1
             self._references[block] += 1
@@ -106,10 +118,13 @@ class BlockManager:
         """Gives up one reference to each block of one owner, given in sequence order (no block twice); the tail becomes reusable first."""
         left = self._references[blocks] - 1
         self._references[blocks] = left
-        gone = blocks[left == 0][::-1]
-        if left.size and left.min() < 0:
-            raise ProtocolError(f"blocks {blocks[left < 0].tolist()} were freed more often than taken")
+        gone = blocks[::-1]
+        if np.count_nonzero(left):
+            if left.min() < 0:
+                raise ProtocolError(f"blocks {blocks[left < 0].tolist()} were freed more often than taken")
+            gone = gone[left[::-1] == 0]
         if self._num_scheduled > self._num_committed:
+            gone = gone.copy()
             self._serial += 1
             self._quarantine.append((self._num_scheduled, self._serial, gone))
             self._serial_of[gone] = self._serial
@@ -137,8 +152,10 @@ class BlockManager:
 
     def _make_free(self, gone: Int32) -> None:
         hashed = self._hashed[gone]
-        self._blank.extend(gone[~hashed].tolist())
-        self._cached.update(dict.fromkeys(gone[hashed].tolist()))
+        if np.count_nonzero(hashed) < len(gone):
+            self._blank.extend(gone[~hashed].tolist())
+            gone = gone[hashed]
+        self._cached.push(gone)
 
     # ---- steps in flight
 
@@ -157,10 +174,10 @@ class BlockManager:
 
     # ---- prefix cache
 
-    def lookup(self, hashes: Seq[bytes], limit: int) -> list[int]:
-        """Blocks holding the longest known prefix of a chain of hashes, at most `limit` of them. Takes no reference."""
+    def lookup(self, hashes: Seq[bytes]) -> list[int]:
+        """Blocks holding the longest known prefix of a chain of hashes. Takes no reference."""
         hits: list[int] = []
-        for block_hash in hashes[:limit]:
+        for block_hash in hashes:
             block = self._block_of.get(block_hash)
             if block is None:
                 break
@@ -171,23 +188,34 @@ class BlockManager:
         """How many of these blocks count as free now: acquiring them uses them up."""
         return sum(block in self._cached for block in blocks)
 
-    def insert(self, block_hash: bytes, block: int) -> None:
-        """Makes an owned block findable. No-op if it already is."""
-        if self._hashed[block]:
-            return
-        self._hashed[block] = True
-        self._hash_of[block] = block_hash
-        if self._block_of.setdefault(block_hash, block) != block:
-            self._twins.setdefault(block_hash, []).append(block)
-        else:
-            self._added.append(block_hash)
+    def insert(self, hashes: Seq[bytes], blocks: Int32) -> None:
+        """Makes owned blocks findable, each by its hash; those that already are stay as they are."""
+        hashed = self._hashed[blocks]
+        if np.count_nonzero(hashed):
+            hashes = [block_hash for block_hash, known in zip(hashes, hashed.tolist(), strict=True) if not known]
+            blocks = blocks[~hashed]
+        self._hashed[blocks] = True
+        self._hash_of[blocks] = hashes
+        block_of = self._block_of
+        if block_of.keys().isdisjoint(hashes):
+            num_before = len(block_of)
+            block_of.update(zip(hashes, blocks.tolist(), strict=True))
+            if len(block_of) == num_before + len(hashes):
+                self._added.extend(hashes)
+                return
+            for block_hash in hashes:  # the same content twice in one call: once more, one by one
+                block_of.pop(block_hash, None)
+        for block_hash, block in zip(hashes, blocks.tolist(), strict=True):
+            if block_of.setdefault(block_hash, block) == block:
+                self._added.append(block_hash)
+            else:
+                self._twins.setdefault(block_hash, []).append(block)
 
     def forget(self, block: int) -> None:
         """Makes a block unfindable. No-op if it already is."""
-        block_hash = self._hash_of[block]
-        if block_hash is None:
+        if not self._hashed[block]:
             return
-        self._hash_of[block] = None
+        block_hash = self._hash_of[block]
         self._hashed[block] = False
         twins = self._twins.get(block_hash)
         if twins is None:
@@ -207,7 +235,7 @@ class BlockManager:
 
     def all_owned(self, block_ids: Seq[int]) -> bool:
         """Whether every one of these blocks has an owner: nobody else can get it. For checks."""
-        return bool((self._references[np.asarray(block_ids, np.int64)] > 0).all())
+        return bool((self._references[np.array(block_ids, np.int64)] > 0).all())
 
     def take_hash_changes(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
         """Hashes (added, removed) since the last call, each at most `MAX_LOGGED_HASHES`; one in both lists may be either now."""
@@ -218,11 +246,66 @@ class BlockManager:
 
     def check(self) -> None:
         """Every block is in exactly one place. Raises ProtocolError."""
-        references = self._references
-        free = self._blank + list(self._cached)
-        if len(set(free)) != len(free) or 0 in free or (free and references[free].any()):
+        free = self._blank + self._cached.in_order().tolist()
+        num_owned = int(np.count_nonzero(self._references))
+        if len(set(free)) != len(free) or 0 in free or (free and self._references[free].any()):
             raise ProtocolError("a free block is owned, listed twice, or block 0")
-        if int((references > 0).sum()) + len(free) + self._num_quarantined != self.num_usable:
-            raise ProtocolError(
-                f"{len(free)} free + {int((references > 0).sum())} owned + {self._num_quarantined} kept back != {self.num_usable}"
-            )
+        if num_owned + len(free) + self._num_quarantined != self.num_usable:
+            raise ProtocolError(f"{len(free)} free + {num_owned} owned + {self._num_quarantined} kept back != {self.num_usable}")
+
+
+class _FreedBlocks:
+    """Free blocks whose content can still be found, in the order in which they were freed: a queue that any of them may leave.
+
+    Who leaves from the middle leaves his entry behind; `_place` tells which entry of a block is its own.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._queue = np.empty(2 * num_blocks, np.int32)
+        self._head = self._tail = 0
+        self._place = np.full(num_blocks, -1, np.int64)
+        """Index in `_queue`; -1: not in here."""
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __contains__(self, block: int) -> bool:
+        return bool(self._place[block] >= 0)
+
+    def in_order(self) -> Int32:
+        """Everybody, the one freed first in front."""
+        entries = self._queue[self._head : self._tail]
+        return entries[self._place[entries] == np.arange(self._head, self._tail)]
+
+    def push(self, blocks: Int32) -> None:
+        if self._tail + len(blocks) > len(self._queue):
+            kept = self.in_order()
+            self._queue[: len(kept)] = kept
+            self._place[kept] = np.arange(len(kept))
+            self._head, self._tail = 0, len(kept)
+        end = self._tail + len(blocks)
+        self._queue[self._tail : end] = blocks
+        self._place[blocks] = np.arange(self._tail, end)
+        self._tail = end
+        self._count += len(blocks)
+
+    def remove(self, block: int) -> None:
+        self._place[block] = -1
+        self._count -= 1
+
+    def pop(self, count: int) -> Int32:
+        """Takes the `count` that were freed first."""
+        taken: list[Int32] = []
+        lacking = count
+        while lacking:
+            end = min(self._head + lacking, self._tail)
+            entries = self._queue[self._head : end]
+            entries = entries[self._place[entries] == np.arange(self._head, end)]
+            taken.append(entries)
+            lacking -= len(entries)
+            self._head = end
+        blocks = taken[0] if len(taken) == 1 else np.concatenate(taken or [self._queue[:0]])
+        self._place[blocks] = -1
+        self._count -= count
+        return blocks

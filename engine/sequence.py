@@ -6,7 +6,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from protocol.block_hash import block_hash
+from protocol.block_hash import chain_hashes
 from protocol.messages import GenerateRequest, RequestKey, SamplingParams
 
 
@@ -67,13 +67,12 @@ class Sequence:
     stage: Stage
     limit: int
     """Known tokens at which the answer is complete: LENGTH."""
-    root_hash: bytes
     rank: Rank = (0.0, 0.0, "")
     """Place in the line: lowest first."""
     tokens: npt.NDArray[np.int32]
     """Known tokens while it is not running."""
-    hashes: list[bytes] = field(default_factory=list)
-    """Hashes of the full blocks of its known tokens, as far as anybody needed them."""
+    chain: list[bytes]
+    """Root hash, then the hashes of the full blocks of its known tokens, as far as anybody needed them."""
     blocks: list[int] = field(default_factory=list)
     """Blocks owned while reserved or arrived."""
     num_published: int = 0
@@ -91,15 +90,8 @@ class Sequence:
     row: int = 0
     stop_token_ids: frozenset[int] = frozenset()
 
-    def extend_hashes(self, tokens: npt.NDArray[np.int32], num_blocks: int, block_size: int) -> None:
-        """Brings `hashes` up to `num_blocks` entries. `tokens`: int32, at least num_blocks * block_size known tokens."""
-        hashes = self.hashes
-        start = len(hashes)
-        if start >= num_blocks:
-            return
-        data = np.ascontiguousarray(tokens[start * block_size : num_blocks * block_size], dtype="<i4").tobytes()
-        width = block_size * 4
-        parent = hashes[-1] if hashes else self.root_hash
-        for at in range(0, len(data), width):
-            parent = block_hash(parent, data[at : at + width])
-            hashes.append(parent)
+    def extend_chain(self, tokens: npt.NDArray[np.int32], num_blocks: int, block_size: int) -> None:
+        """Brings `chain` up to `num_blocks` blocks. `tokens`: int32, at least num_blocks * block_size known tokens."""
+        done = len(self.chain) - 1
+        if done < num_blocks:
+            self.chain += chain_hashes(self.chain[-1], tokens[done * block_size : num_blocks * block_size], block_size)

@@ -7,6 +7,7 @@ and is reused only after every step scheduled before it was left has committed. 
 
 from collections import deque
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,18 +19,21 @@ from protocol.errors import ProtocolError
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
+Int = npt.NDArray[np.integer[Any]]
+
 NEVER = np.iinfo(np.int32).max
 
 
 class Flight:
     """A batch between schedule and commit."""
 
-    __slots__ = ("batch", "positions")
+    __slots__ = ("batch", "has_leavers", "positions")
 
     def __init__(self, batch: Batch, positions: Int32) -> None:
         self.batch = batch
         self.positions = positions
-        """int32 [B]: where each scheduled sequence is now; -1 once it has left."""
+        """int32 [B]: where each scheduled sequence is now, ascending; -1 once it has left."""
+        self.has_leavers = False
 
 
 class SequenceTable:
@@ -37,51 +41,28 @@ class SequenceTable:
 
     State per position, all int32: `tokens` known; `goal` up to which it may be scheduled (known tokens, plus drafts or tokens still
     being sampled, never past `cap`); `computed` (scheduled ones included); `capacity` of its blocks in tokens; `limit` at which it
-    ends; `cap` beyond which nothing is ever computed; `edge` of the next block to hash; `base` + token index = index in the whole
-    answer; `attempt`; `fresh` 1 until its first token was reported; `ignore_eos`; `own_stops` 1 if it has stop tokens of its own.
+    ends; `cap` beyond which nothing is ever computed; `edge` of the next block to hash; `chained` tokens in blocks whose hash was
+    known when it entered; `base` + token index = index in the whole answer; `attempt`; `fresh` 1 until its first token was reported;
+    `ignore_eos`; `own_stops` 1 if it has stop tokens of its own.
     """
-
-    FIELDS = (
-        "row",
-        "tokens",
-        "goal",
-        "computed",
-        "capacity",
-        "limit",
-        "cap",
-        "edge",
-        "base",
-        "attempt",
-        "fresh",
-        "ignore_eos",
-        "own_stops",
-    )
 
     def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
         num_rows = 2 * max_num_seqs
         """Twice the seats: with two steps in flight a left row stays blocked while its seat is taken again."""
         self.block_size = block_size
-        self.token_ids: Int32 = np.empty((num_rows, max_model_len), np.int32)
-        self.block_tables: Int32 = np.zeros((num_rows, -(-max_model_len // block_size)), np.int32)
+        max_num_blocks = -(-max_model_len // block_size)
+        self.blocks_of_tokens: Int32 = np.empty((num_rows, max_num_blocks, block_size), np.int32)
+        """`token_ids`, cut into blocks."""
+        self.token_ids = self.blocks_of_tokens.reshape(num_rows, max_num_blocks * block_size)
+        self.block_tables: Int32 = np.zeros((num_rows, max_num_blocks), np.int32)
         self.seeds = np.zeros(num_rows, np.uint64)
         self.temperatures = np.zeros(num_rows, np.float32)
         self.answer_bases = np.zeros(num_rows, np.int32)
-        self._state = np.zeros((len(self.FIELDS), max_num_seqs), np.int32)
-        (
-            self.row,
-            self.tokens,
-            self.goal,
-            self.computed,
-            self.capacity,
-            self.limit,
-            self.cap,
-            self.edge,
-            self.base,
-            self.attempt,
-            self.fresh,
-            self.ignore_eos,
-            self.own_stops,
-        ) = self._state
+        self._state = np.zeros((14, max_num_seqs), np.int32)
+        self.row, self.tokens, self.goal, self.computed, self.capacity, self.limit, self.cap = self._state[:7]
+        self.edge, self.chained, self.base, self.attempt, self.fresh, self.ignore_eos, self.own_stops = self._state[7:]
+        self.all_positions: Int32 = np.arange(max_num_seqs, dtype=np.int32)
+        """Never written to; batches keep slices of it."""
         self.slot: Int64 = np.zeros(max_num_seqs, np.int64)
         self.running: list[Sequence] = []
         self.request_ids: list[str] = []
@@ -110,8 +91,7 @@ class SequenceTable:
         self.block_tables[row, : len(blocks)] = blocks
         self.seeds[row] = (request.sampling.seed or 0) % 2**64
         self.temperatures[row] = request.sampling.temperature
-        base = request.offset - len(request.prompt_token_ids)
-        self.answer_bases[row] = base
+        self.answer_bases[row] = request.offset - sequence.num_first
         self._state[:, position] = (
             row,
             num_tokens,
@@ -121,7 +101,8 @@ class SequenceTable:
             sequence.limit,
             cap,
             edge,
-            base,
+            (len(sequence.chain) - 1) * self.block_size,
+            request.offset - sequence.num_first,
             request.key.attempt,
             num_tokens == sequence.num_first or sequence.first_token_id is not None,
             request.sampling.ignore_eos,
@@ -132,6 +113,15 @@ class SequenceTable:
         self.request_ids = [*self.request_ids, request.key.request_id]
         sequence.row, sequence.stage = row, "running"
         return position
+
+    def append_blocks(self, positions: Int, counts: Int, blocks: Int32) -> None:
+        """Gives `counts[i]` >= 1 of `blocks` to each of `positions`, in order. The counts add up to len(blocks)."""
+        rows, have = self.row[positions], self.capacity[positions] // self.block_size
+        if len(blocks) > len(positions):
+            within = np.arange(len(blocks)) - np.repeat(np.cumsum(counts) - counts, counts)
+            rows, have = np.repeat(rows, counts), np.repeat(have, counts) + within
+        self.block_tables[rows, have] = blocks
+        self.capacity[positions] += counts * self.block_size
 
     def blocks_of(self, position: int) -> Int32:
         """Its blocks in sequence order: int32 view."""
@@ -155,19 +145,17 @@ class SequenceTable:
                 self._left_rows.append((last_step, row))
             del self.running[position], ids[position]
         self.request_ids = ids
+        keep = np.ones(count, np.bool_)
+        keep[gone] = False
+        kept = keep.nonzero()[0]
         if gone[-1] + len(gone) != count:
-            keep = np.ones(count, np.bool_)
-            keep[gone] = False
-            kept = np.flatnonzero(keep)
-            self._state[:, : len(kept)] = self._state[:, kept]
+            self._state[:, : len(kept)] = self._state.take(kept, axis=1, mode="clip")
             self.slot[: len(kept)] = self.slot[kept]
         for flight in self.flights:
             moved = np.full(count, -1, np.int32)
-            keep = np.ones(count, np.bool_)
-            keep[gone] = False
-            moved[keep] = np.arange(count - len(gone), dtype=np.int32)
-            seated = flight.positions >= 0
-            flight.positions = np.where(seated, moved[flight.positions], -1)
+            moved[kept] = self.all_positions[: len(kept)]
+            flight.positions = np.where(flight.positions >= 0, moved[flight.positions], -1)
+            flight.has_leavers = True
 
     def committed(self, step: int) -> None:
         """Rows left before or in `step` may be used again."""

@@ -18,6 +18,7 @@ from typing import NamedTuple, cast
 from engine.runner import Batch, StepOutput
 from engine.scheduler import PromptDone, Scheduler
 from engine.sequence import Request
+from engine.step_counts import StepCounts
 from kv_transfer.config import TransferConfig
 from kv_transfer.lease import LeaseTable
 from kv_transfer.state import PREFILL_TABLE, PrefillEvent, PrefillState, advance
@@ -105,8 +106,14 @@ class PrefillService:
         self._num_arrivals = 0
         self._trays: deque[Batch] = deque(maxlen=_LAST_TRAYS)
         self.counters: dict[str, float] = dict.fromkeys(
-            ("requests", "prompt_tokens", "cached_tokens", "steps", "step_seconds", "handoffs", "consumed", "refused", "expired", "timers_fired", "ignored"), 0
+            (
+                *("requests", "prompt_tokens", "cached_tokens", "prefix_query_tokens", "generated_tokens"),
+                *("handoffs", "consumed", "refused", "expired", "timers_fired", "ignored"),
+                *StepCounts.KEYS,
+            ),
+            0,
         )
+        self._steps = StepCounts(self.counters, scheduler.config)
         self._handlers: dict[type, Callable[[Envelope], None]] = {
             GenerateRequest: self._on_generate,
             AbortRequest: self._on_abort,
@@ -162,24 +169,30 @@ class PrefillService:
                 self.check_idle()
 
     def schedule(self) -> Batch | None:
+        started_at = self._clock()
         batch = self._scheduler.schedule()
         events = self._scheduler.take_events()
+        self.counters["scheduler_seconds"] += self._clock() - started_at
         for key, num_cached in events.admitted:
             entry = self._entries[key]
             self._move(entry, PrefillEvent.ADMITTED, PrefillState.RUNNING)
             entry.num_cached_tokens = num_cached
             entry.timeline.enter("prefill")
             self.counters["cached_tokens"] += num_cached
+            if self._scheduler.config.enable_prefix_caching:
+                self.counters["prefix_query_tokens"] += len(entry.request.prompt_token_ids)
         if batch is not None:
             self._trays.append(batch)
         return batch
 
     def commit(self, output: StepOutput) -> None:
         """A step was executed: offers what has become ready, hands over what is complete."""
+        started_at = self._clock()
         committed = self._scheduler.commit(output)
-        self.counters["steps"] += 1
-        self.counters["step_seconds"] += output.seconds
+        self.counters["scheduler_seconds"] += self._clock() - started_at
+        self._steps.committed(committed.batch, output)
         self.counters["prompt_tokens"] += committed.batch.num_tokens
+        self.counters["generated_tokens"] += len(committed.token_ids)
         for key, num_computed in committed.progressed:
             entry = self._entries[key]
             self._move(entry, PrefillEvent.CHUNK, PrefillState.RUNNING)
@@ -443,7 +456,10 @@ class PrefillService:
             num_pulls=0,
             num_early_handoffs=0,
             num_free_blocks=scheduler.num_free_blocks,
+            num_cached_blocks=scheduler.blocks.num_cached,
+            num_held_blocks=scheduler.blocks.num_quarantined,
             counters=dict(self.counters),
+            distributions=self._steps.distributions,
             last_trays=tuple(batch.tray() for batch in self._trays),
             hashes_added=added,
             hashes_removed=removed,

@@ -25,6 +25,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from protocol.histogram import Distribution
+
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
@@ -169,7 +171,9 @@ class StepTokens:
 class ReplicaStatus:
     """P, D -> R: liveness and load only; no request changes state because of a number in here.
 
-    `counters` are cumulative within the epoch. `hashes_added`/`hashes_removed`: prefix-cache changes since the status before.
+    `counters` and `distributions` are cumulative within the epoch; of the free blocks `num_cached_blocks` hold content that can be hit,
+    `num_held_blocks` are neither free nor owned: a step in flight may touch them. `transport`: how KV comes here, "" where none does.
+    `hashes_added`/`hashes_removed`: prefix-cache changes since the status before.
     """
 
     state: Literal["up", "draining"]
@@ -180,7 +184,11 @@ class ReplicaStatus:
     num_pulls: int
     num_early_handoffs: int
     num_free_blocks: int
+    num_cached_blocks: int = 0
+    num_held_blocks: int = 0
+    transport: str = ""
     counters: dict[str, float] = field(default_factory=dict)
+    distributions: dict[str, Distribution] = field(default_factory=dict)
     last_trays: tuple[dict[str, int], ...] = ()
     hashes_added: tuple[bytes, ...] = ()
     hashes_removed: tuple[bytes, ...] = ()

@@ -14,6 +14,8 @@ from protocol.delivery import Incoming, Outgoing
 from protocol.messages import Address, Envelope, Message
 from router.config import RouterConfig
 from router.frontdoor import FrontDoor, Model
+from router.metrics import RouterCollector
+from router.metrics_server import MetricsServer
 from router.policy import Replica
 from router.router import Router
 from router.server import Server
@@ -46,9 +48,14 @@ class RouterActor:
         model = Model(self._model_dir.name if self._model_dir else "arithmetic", self._vocab_size)
         self._door = FrontDoor(self._core, tokenizer, self._config, model, send=self._post, clock=time.monotonic)
         self._server = Server(self._door, self._config)
+        self._metrics = MetricsServer(RouterCollector(self._core, self._door), self._config)
+        self._metrics_port = self._metrics.start()
         port = await self._server.start()
         self._serving = asyncio.gather(self._server.wait(), self._receive())
         return port
+
+    async def metrics_port(self) -> int:
+        return self._metrics_port
 
     async def deliver(self, envelope: Envelope) -> None:
         self._inbox.put_nowait(envelope)
@@ -95,9 +102,10 @@ class RouterActor:
         if self._serving is not None:
             await self._server.stop(STOP_GRACE_S)
             self._serving.cancel()
+            await self._metrics.stop()
 
     async def _receive(self) -> None:
-        """Hands messages on in order. What it raises is a bug in the core; `failure` tells of it, while a call's own error reaches nobody."""
+        """Hands messages on in order. What it raises is a bug in the core: `failure` tells of it; an error of `deliver` reaches nobody."""
         while True:
             for envelope in self._incoming.accept(await self._inbox.get()):
                 self._door.deliver(envelope)

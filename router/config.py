@@ -13,6 +13,10 @@ class RouterConfig:
     """Interface to listen on. Loopback unless asked otherwise: there is no authentication on this door."""
     grpc_port: int = 50051
     """0: the system chooses a free one."""
+    metrics_host: str = "127.0.0.1"
+    """Interface on which Prometheus finds the whole deployment's metrics."""
+    metrics_port: int = 9464
+    """0: the system chooses a free one."""
     max_message_bytes: int = 4 * 1024 * 1024
     """Largest request; a larger one is refused before it is parsed."""
     max_queue: int = 1024
@@ -37,8 +41,9 @@ class RouterConfig:
     """Threads that tokenise beside the event loop."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.grpc_port <= 65535:
-            raise ConfigError(f"grpc_port: {self.grpc_port} is not in [0, 65535]")
+        for name in ("grpc_port", "metrics_port"):
+            if not 0 <= getattr(self, name) <= 65535:
+                raise ConfigError(f"{name}: {getattr(self, name)} is not in [0, 65535]")
         for name in ("max_message_bytes", "max_queue", "max_attempts", "max_buffered_tokens", "tokenizer_threads"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: {getattr(self, name)} is below 1")

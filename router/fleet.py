@@ -6,6 +6,7 @@ from typing import cast
 from protocol.clock import Clock
 from protocol.messages import Address, Drain, Envelope, Hello, Message, PeerUp, ReplicaStatus, RouterStatus
 from router.admission import Limits
+from router.metrics_totals import ReplicaTotals
 from router.policy import Replica
 
 
@@ -18,6 +19,8 @@ class Fleet:
         self._timeout_s = replica_timeout_s
         self._started: dict[str, Address] = {}
         self._replicas: dict[Address, Replica] = {}
+        self._past: dict[str, ReplicaTotals] = {}
+        """By replica id, what its lives that are over have counted, as of the last status of each."""
         self.limits: Limits | None = None
         """Of the smallest decode engine ever seen: any engine must be able to take over any request."""
 
@@ -44,7 +47,17 @@ class Fleet:
     def down(self, address: Address) -> None:
         if self.knows(address):
             del self._started[address.replica_id]
-        self._replicas.pop(address, None)
+        replica = self._replicas.pop(address, None)
+        if replica is not None and replica.status is not None:
+            self._past.setdefault(address.replica_id, ReplicaTotals(replica.hello.role)).add(replica.status)
+
+    def totals(self) -> dict[str, ReplicaTotals]:
+        """By replica id, what it has counted in all its lives, the present one included."""
+        totals = {replica_id: past.copy() for replica_id, past in self._past.items()}
+        for replica in self:
+            if replica.status is not None:
+                totals.setdefault(replica.address.replica_id, ReplicaTotals(replica.hello.role)).add(replica.status)
+        return totals
 
     def on_hello(self, envelope: Envelope) -> None:
         """An engine is up: decode engines learn of prefill engines, whichever comes first."""

@@ -17,11 +17,12 @@ from typing import NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from protocol.clock import Clock
-from protocol.errors import InvalidRequest, Overloaded, RequestCancelled
+from protocol.errors import InvalidRequest, Overloaded, RequestCancelled, RequestError
 from protocol.messages import Address, Envelope, Int32, Message
 from router.admission import ClientRequest
 from router.config import RouterConfig
 from router.detokenizer import Detokenizer
+from router.metrics_totals import DoorTotals
 from router.parse import Parsed, parse_generate, parse_tokenize
 from router.request import Ended, Tokens
 from router.tokenizer import Tokenizer
@@ -74,6 +75,7 @@ class FrontDoor:
     ) -> None:
         self.core, self.tokenizer, self.model = core, tokenizer, model
         self._config, self._send, self._clock = config, send, clock
+        self.totals = DoorTotals()
         self._answers: dict[str, _Answer] = {}
         self._threads = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
         self._num_in_threads = 0
@@ -146,9 +148,13 @@ class FrontDoor:
                 deadline_s=None if deadline_s is None else deadline_s - (self._clock() - arrived_at),
             )
 
-        request, stop = await self._in_thread(work)
-        submitted_at = self._clock()
-        answer = self._open(request)
+        try:
+            request, stop = await self._in_thread(work)
+            submitted_at = self._clock()
+            answer = self._open(request)
+        except RequestError as error:
+            self.totals.refused(error)
+            raise
         detokenizer = Detokenizer(self.tokenizer, stop)
         first_at: float | None = None
         num_tokens = 0
@@ -160,6 +166,8 @@ class FrontDoor:
                 piece = pb.GenerateResponse(text=text, token_ids=token_ids[:num_kept].tolist())
                 if first_at is None:
                     first_at = self._clock()
+                    if len(token_ids):
+                        self.totals.first_token.observe(first_at - arrived_at)
                     piece.prompt_tokens, piece.request_id = len(request.prompt_token_ids), request.request_id
                 if detokenizer.stopped and ended is None:
                     ended = await self._stop(answer)
@@ -183,6 +191,7 @@ class FrontDoor:
         total_s = self._clock() - arrived_at
         stages = {"tokenize": submitted_at - arrived_at, **ended.stages}
         stages["deliver"] = max(0.0, total_s - sum(stages.values()))
+        self.totals.finished(total_s, stages)
         piece.finish_reason = pb.FINISH_REASON_STOP if stopped else _FINISH_REASONS[ended.finish_reason or ""]
         piece.usage.CopyFrom(
             pb.Usage(prompt_tokens=ended.usage.prompt_tokens, cached_tokens=ended.usage.cached_tokens, completion_tokens=num_tokens)

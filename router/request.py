@@ -48,9 +48,13 @@ class Open:
     prefill: Address | None = None
     """None when decode serves alone, or has taken over from an engine that died."""
     decode: Address | None = None
+    split: bool = False
+    """This attempt was given to a prefill engine too."""
     decode_seen: bool = False
     """Decode has sent tokens of this attempt: it needs prefill no more."""
     delivered: list[int] = field(default_factory=list)
+    delivered_at: float = 0.0
+    """When the last tokens came."""
     num_cached_tokens: int = 0
     stages: dict[str, float] = field(default_factory=dict)
     attempt_stages: dict[str, float] = field(default_factory=dict)

@@ -11,12 +11,13 @@
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Literal, cast
+from typing import cast
 
 import numpy as np
 
 from protocol.clock import Clock
 from protocol.errors import DeadlineExceeded, Draining, InvalidRequest, ProtocolError, RequestCancelled, RequestError, RequestFailed
+from protocol.histogram import SECONDS, Histogram
 from protocol.messages import (
     AbortReason,
     AbortRequest,
@@ -37,6 +38,7 @@ from protocol.timers import Timers
 from router.admission import ClientRequest, WaitingLine
 from router.config import RouterConfig
 from router.fleet import Fleet
+from router.metrics_totals import ENDS, ReplicaTotals
 from router.policy import Pick, Replica, least_in_flight
 from router.request import Ended, Open, Tokens, Usage
 
@@ -64,8 +66,19 @@ class Router:
         self._draining = False
         self._drain_at: float | None = None
         self.counters: dict[str, float] = dict.fromkeys(
-            ("accepted", "finished", "failed", "aborted", "retries", "returned", "disaggregated", "alone", "ignored", "repeated_tokens"), 0
+            (
+                *("accepted", "retries", "returned", "disaggregated", "alone", "ignored"),
+                *("prompt_tokens", "delivered_tokens", "repeated_tokens"),
+                *("path_disaggregated", "path_prefill_only", "path_colocated"),
+                *("ended_stop", "ended_length", "ended_other", *(f"ended_{reason}" for reason in ENDS.values())),
+            ),
+            0,
         )
+        """`disaggregated`, `alone`: attempts as dispatched; `path_*`: finished requests, by where their last attempt really ran."""
+        self.inter_token = Histogram(SECONDS)
+        """Seconds between the arrivals of two tokens of one answer; tokens that come together are 0 apart."""
+        self._gaps: list[float] = []
+        """Of the message in hand; not yet in `inter_token`."""
         self._handlers: dict[type, Callable[[Envelope], None]] = {
             StepTokens: self._on_tokens,
             ReplicaStatus: self._fleet.on_status,
@@ -94,6 +107,7 @@ class Router:
         self._slots[request.request_id] = slot
         self._line.push(slot, request.priority)
         self.counters["accepted"] += 1
+        self.counters["prompt_tokens"] += len(request.prompt_token_ids)
         if request.deadline_s is not None:
             self._timers.set(slot, now + request.deadline_s)
         self._dispatch()
@@ -193,6 +207,20 @@ class Router:
         return len(self._open)
 
     @property
+    def num_queued(self) -> int:
+        """Requests that wait here for engines with room."""
+        return len(self._line)
+
+    @property
+    def oldest_queued_s(self) -> float:
+        """How long the one that waits longest has waited; 0 when none waits."""
+        return max((self._clock() - entry.since for entry in self._open.values() if entry.key is None), default=0.0)
+
+    def totals(self) -> dict[str, ReplicaTotals]:
+        """By replica id, what it has counted in all its lives."""
+        return self._fleet.totals()
+
+    @property
     def max_model_len(self) -> int:
         return self._fleet.limits.max_model_len if self._fleet.limits else 0
 
@@ -211,13 +239,16 @@ class Router:
         if message.router_epoch != self.address.epoch:
             self.counters["ignored"] += 1
             return
-        start = 0
+        start, now = 0, self._clock()
         rows = zip(message.slots.tolist(), message.attempts.tolist(), message.offsets.tolist(), message.counts.tolist(), strict=True)
         for slot, attempt, offset, count in rows:
             entry = self._current(sender, slot, attempt)
             if entry is not None:
-                self._deliver(entry, sender, offset, message.token_ids[start : start + count])
+                self._deliver(entry, sender, offset, message.token_ids[start : start + count], now)
             start += count
+        if self._gaps:
+            self.inter_token.observe_all(self._gaps)
+            self._gaps.clear()
         for slot, attempt, seconds, num_cached in message.stages:
             entry = self._current(sender, slot, attempt)
             if entry is not None:
@@ -236,7 +267,7 @@ class Router:
             return None
         return entry
 
-    def _deliver(self, entry: Open, sender: Address, offset: int, token_ids: Int32) -> None:
+    def _deliver(self, entry: Open, sender: Address, offset: int, token_ids: Int32, now: float) -> None:
         """Hands on what lies beyond the delivered tokens; both engines may bring the same ones."""
         num_delivered = len(entry.delivered)
         if offset > num_delivered:
@@ -248,6 +279,12 @@ class Router:
         new = token_ids[num_delivered - offset :]
         self.counters["repeated_tokens"] += len(token_ids) - len(new)
         if len(new):
+            if num_delivered:
+                self._gaps.append(now - entry.delivered_at)
+            if len(new) > 1:
+                self.inter_token.observe(0.0, len(new) - 1)
+            entry.delivered_at = now
+            self.counters["delivered_tokens"] += len(new)
             entry.delivered.extend(new.tolist())
             self.events.append(Tokens(entry.request.request_id, new))
 
@@ -284,6 +321,7 @@ class Router:
         entry.attempt += 1
         entry.key = RequestKey(self.address.epoch, entry.request.request_id, entry.attempt)
         entry.prefill, entry.decode, entry.decode_seen = pick.prefill, pick.decode, False
+        entry.split = pick.prefill is not None
         request = entry.request
         prompt = request.prompt_token_ids
         if entry.delivered:
@@ -363,12 +401,10 @@ class Router:
 
     def _close(self, entry: Open, finish_reason: FinishReason | None, error: RequestError | None) -> None:
         """The one terminal event."""
-        outcome: Literal["finished", "failed", "aborted"] = "aborted"
+        self.counters[f"ended_{finish_reason if error is None else ENDS.get(type(error), 'other')}"] += 1
         if error is None:
-            outcome = "finished"
-        elif isinstance(error, RequestFailed):
-            outcome = "failed"
-        self.counters[outcome] += 1
+            path = "colocated" if not entry.split else "disaggregated" if entry.decode_seen else "prefill_only"
+            self.counters[f"path_{path}"] += 1
         stages = entry.close_stages(self._clock())
         self._leave_attempt(entry)
         self._line.remove(entry.slot)

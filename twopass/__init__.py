@@ -1,6 +1,6 @@
 """twopass: a client for disaggregated LLM serving. Needs grpcio and protobuf only."""
 
-from twopass.client import AsyncClient, AsyncStream, Chunk, Client, Completion, ModelInfo, Stream, Timing, Usage
+from twopass.client import AsyncClient, AsyncStream, Client, Stream
 from twopass.errors import (
     AccessDenied,
     Cancelled,
@@ -15,6 +15,7 @@ from twopass.errors import (
     TwopassError,
     Unavailable,
 )
+from twopass.wire import Chunk, Completion, ModelInfo, Timing, Usage
 
 __all__ = [
     "AccessDenied",

@@ -14,6 +14,7 @@ from numba.extending import intrinsic, overload, register_jitable
 from engine.runners.cpu_simd import (
     WIDTH,
     make_dot_keys,
+    make_prefetch,
     make_product,
     make_transpose_keys,
     make_weigh_values,
@@ -23,6 +24,8 @@ from engine.runners.kernel_cache import compiled
 
 KEY_TILE = 128
 """Keys handled at a time by a prompt tile: scores and the tile's K and V stay in the L2 cache."""
+AHEAD = 4
+"""Blocks between a key block's prefetch and its use."""
 TILE_ROWS = 96
 """Query rows (tokens x heads of a group) of a prompt tile."""
 
@@ -131,6 +134,7 @@ def make_attention(head_dim: int, group: int, block_size: int, bf16: bool) -> Ca
     dot_keys, NUM_DOT = make_dot_keys(D, G, KEY_TILE, bf16)
     weigh_block, weigh_one = (make_weigh_values(D, G, KEY_TILE, bf16, num) for num in (16, 1))
     transpose_keys, widen_row = make_transpose_keys(D, KEY_TILE, bf16), make_widen_row(D, bf16)
+    prefetch = make_prefetch(BS * D * BYTES)
     score_product, value_product = make_product(32, D, KEY_TILE, KEY_TILE), make_product(COLUMNS, KEY_TILE, D, D)
 
     @register_jitable
@@ -163,7 +167,9 @@ def make_attention(head_dim: int, group: int, block_size: int, bf16: bool) -> Ca
                 values[offset, d] = qkv[t, column + d]
 
     @register_jitable
-    def attend_token(t: int, head: int, table: Any, context: int, q: Any, out: Any, cache: Any, layer: int, work: Any) -> None:
+    def attend_token(
+        t: int, head: int, table: Any, context: int, next_head: int, next_table: Any, q: Any, out: Any, cache: Any, layer: int, work: Any
+    ) -> None:
         """One token's group of query heads over `context` keys, straight from the blocks."""
         scores, acc, peak, total, _, _, _ = scratch(work)
         acc[:G] = np.float32(0.0)
@@ -175,10 +181,18 @@ def make_attention(head_dim: int, group: int, block_size: int, bf16: bool) -> Ca
         layer_bytes = 2 * num_kv_heads * head_bytes
         block_bytes = cache.shape[1] * layer_bytes
         base = cache.ctypes.data + layer * layer_bytes + head * head_bytes
+        next_base = base + (next_head - head) * head_bytes
+        last = (context - 1) // BS
         for first in range(0, context, KEY_TILE):
             n = min(KEY_TILE, context - first)
             for start in range(0, n, BS):
-                keys = base + np.int64(table[(first + start) // BS]) * block_bytes
+                index = (first + start) // BS
+                keys = base + np.int64(table[index]) * block_bytes
+                prefetch(keys + num_kv_heads * head_bytes, 0)
+                if index + AHEAD <= last:
+                    prefetch(base + np.int64(table[index + AHEAD]) * block_bytes, 0)
+                else:
+                    prefetch(next_base + np.int64(next_table[min(index + AHEAD - last, len(next_table)) - 1]) * block_bytes, 0)
                 for j in range(0, min(BS, n - start), NUM_DOT):
                     dot_keys(queries, keys + j * D * BYTES, scores.ctypes.data + (start + j) * 4)
             for g in range(G):
@@ -284,7 +298,10 @@ def make_attention(head_dim: int, group: int, block_size: int, bf16: bool) -> Ca
             for i in range(bins[b], bins[b + 1]):
                 t0, num, position, sequence, head = items[i, 0], items[i, 1], items[i, 2], items[i, 3], items[i, 4]
                 if num == 1:
-                    attend_token(t0, head, tables[sequence], position + 1, q, out, cache, layer, work[b])
+                    after = min(i + 1, bins[b + 1] - 1)
+                    attend_token(
+                        t0, head, tables[sequence], position + 1, items[after, 4], tables[items[after, 3]], q, out, cache, layer, work[b]
+                    )
                 else:
                     attend_tile(t0, num, head, tables[sequence], position, q, out, cache, layer, work[b])
 

@@ -190,3 +190,16 @@ def make_product(num_columns: int, a_stride: int, b_stride: int, c_stride: int) 
             _store(builder, total, c, (i * c_stride + j) * 4)
 
     return _piece(3, emit)
+
+
+def make_prefetch(num_bytes: int) -> Any:
+    """piece(address, _): asks for `num_bytes` from there, one 64-byte line at a time; the hardware stops at every 4 KiB page."""
+
+    def emit(builder: Any, address: Any, _unused: Any) -> None:
+        byte = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [byte, INT32, INT32, INT32])
+        prefetch = builder.module.globals.get("llvm.prefetch.p0") or ir.Function(builder.module, kind, "llvm.prefetch.p0")
+        for offset in range(0, num_bytes, 64):
+            builder.call(prefetch, [_at(builder, address, offset, ir.IntType(8)), *(ir.Constant(INT32, flag) for flag in (0, 3, 1))])
+
+    return _piece(2, emit)

@@ -4,6 +4,7 @@ import random
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 
 import pytest
 
@@ -13,13 +14,15 @@ from engine.runners.arithmetic import expected_tokens
 from tests.e2e.leftovers import none_left
 from twopass import Client, InvalidRequest
 
+pytestmark = pytest.mark.timeout(300)  # Ray starts in seconds alone, in a minute on a busy machine
+
 MAX_MODEL_LEN = 4096
 
 
 class Running:
     """A deployment with a thread that watches it, as `twopass serve` does."""
 
-    def __init__(self, deployment: Deployment, events: list[str]) -> None:
+    def __init__(self, deployment: Deployment, events: "SimpleQueue[str]") -> None:
         self.deployment, self.events = deployment, events
         self.client = Client(f"127.0.0.1:{deployment.port}", timeout_s=60.0)
         self._stopping = threading.Event()
@@ -39,9 +42,11 @@ class Running:
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
     pool = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 256, "max_num_seqs": 32, "num_blocks": 2048}
-    config = from_tree({"runner": "arithmetic", "prefill": pool, "decode": pool, "router": {"grpc_port": 0, "status_interval_s": 0.2}})
-    events: list[str] = []
-    with none_left(), Deployment(config, events.append) as deployment:
+    config = from_tree(
+        {"runner": "arithmetic", "prefill": pool, "decode": pool, "router": {"grpc_port": 0, "metrics_port": 0, "status_interval_s": 0.2}}
+    )
+    events: SimpleQueue[str] = SimpleQueue()
+    with none_left(), Deployment(config, events.put) as deployment:
         running = Running(deployment, events)
         yield running
         running.close()
@@ -81,12 +86,13 @@ def test_what_cannot_be_served_is_refused_at_once(running: Running, prompt: list
 
 def test_nothing_leaks_after_200_mixed_requests_with_cancels(running: Running) -> None:
     """Engines check their own baseline when idle, and die if it is not met: a death would be an event here."""
-    before = list(running.events)
+    while not running.events.empty():
+        running.events.get()
     seeds = range(200)
     with ThreadPoolExecutor(24) as threads:
         list(threads.map(lambda seed: _one(running.client, random.Random(seed)), seeds))
     _await_idle(running.deployment)
-    assert running.events == before
+    assert running.events.empty()
     for load in running.deployment.loads():
         assert load.in_flight == 0
         assert load.status is not None
@@ -134,7 +140,7 @@ def test_an_engine_may_die_in_the_middle_of_an_answer(running: Running, victim: 
                 old.kill()
             got += chunk.token_ids
     assert got == expected_tokens(prompt, num_tokens)
-    while not running.events[-1].startswith(f"{victim} is back"):
-        pass
+    while running.events.get(timeout=60) != f"{victim} is back":
+        continue
     assert running.deployment.actor(victim).address.epoch > old.address.epoch
     assert running.client.generate_text(prompt_token_ids=[1, 2], max_tokens=3).token_ids == expected_tokens([1, 2], 3)

@@ -144,7 +144,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         preempted_before = self.scheduler.num_running
         batch = self.scheduler.schedule()
         events = self.scheduler.take_events()
-        assert len(events.preempted) + len(events.ended) == 0 or not self.batches
+        assert not events.preempted or not self.batches
         assert not (events.preempted and events.reserved)
         assert len(events.preempted) <= preempted_before
         for reserved in events.reserved:
@@ -212,8 +212,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert len(done.block_ids) == -(-len(prompt) // self.config.block_size)
             self.owned_outside.append(done.block_ids)
             self._forget(done.key)
+        batch = committed.batch
+        ends = dict(zip(batch.request_ids, (batch.num_computed + batch.num_scheduled).tolist(), strict=True))
         for key, num_tokens in committed.progressed:
-            assert 0 < num_tokens < len(self.requests[key].prompt_token_ids)
+            assert num_tokens == ends[key.request_id] < len(self.requests[key].prompt_token_ids)
 
     def _check_answer(self, key: RequestKey, *, complete: bool) -> None:
         answer = self.model.answers[key]
@@ -230,16 +232,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler.blocks.check()
         scheduler.check_idle()
         owners: Counter[int] = Counter()
-        table = scheduler._table
+        table = scheduler._state.table
         for position in range(len(table)):
             owners.update(table.blocks_of(position).tolist())
-        for sequence in scheduler._live.values():
+        for sequence in scheduler._state.live.values():
             owners.update(sequence.blocks)
         for blocks in self.owned_outside:
             owners.update(blocks)
-        references = {int(block): int(scheduler.blocks._references[block]) for block in np.flatnonzero(scheduler.blocks._references)}
+        references = {block: count for block, count in enumerate(scheduler.blocks._references.tolist()) if count}
         assert references == dict(owners)
-        assert set(scheduler._live) == set(self.requests)
+        assert set(scheduler._state.live) == set(self.requests)
         assert scheduler.num_running <= self.config.max_num_seqs
 
     def teardown(self) -> None:
@@ -271,5 +273,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(
-    max_examples=300, stateful_step_count=40, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink], suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+    max_examples=300,
+    stateful_step_count=40,
+    deadline=None,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

@@ -11,6 +11,7 @@ from router.config import RouterConfig
     [
         ("grpc_port", 65536),
         ("grpc_port", -1),
+        ("metrics_port", 65536),
         ("max_message_bytes", 0),
         ("max_queue", 0),
         ("max_attempts", 0),

@@ -1,0 +1,197 @@
+"""Serving a real model: throughput and latency of the same load on one machine, split and colocated, beside transformers' `generate`.
+
+    python -m bench.serving [--json] [--model DIR]
+
+Every row is measured in this run: output tok/s over the whole load, TTFT and inter-token percentiles as a client sees them.
+Handoff time: what lies between prefill's last commit and decode's first step, messages included; `bytes` is the part that pulls took.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cluster.config import from_tree
+from cluster.fetch import demo_model_dir
+from cluster.serve import Deployment
+from twopass.client import AsyncClient, Timing
+
+PROMPT_TOKENS, OUTPUT_TOKENS = 128, 64
+BATCHES = (8, 32)
+IDLE_S = 5.0
+HANDOFF_STAGES = ("reserve_wait", "transfer", "decode_queue", "messages")
+
+TRANSFORMERS = """
+import sys, time, torch
+from transformers import AutoModelForCausalLM
+torch.set_num_threads(2)
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16)
+batch, prompt, output = map(int, sys.argv[2:5])
+torch.manual_seed(0)
+ids = torch.randint(100, 40000, (batch, prompt))
+def run(n):
+    return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, min_new_tokens=n, do_sample=False, pad_token_id=2)
+with torch.inference_mode():
+    run(4)
+    started = time.perf_counter()
+    run(output)
+print(batch * output / (time.perf_counter() - started))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One system under one load. Times in milliseconds."""
+
+    system: str
+    num_requests: int
+    output_tokens_per_s: float
+    ttft_p50_ms: float | None = None
+    ttft_p99_ms: float | None = None
+    itl_p50_ms: float | None = None
+    itl_p99_ms: float | None = None
+    handoff_p50_ms: float | None = None
+    bytes_share: float | None = None
+
+
+def transformers_row(model_dir: Path, batch: int) -> Row:
+    """Static batch, greedy, bf16, 2 threads, in a process of its own."""
+    command = [sys.executable, "-c", TRANSFORMERS, str(model_dir), str(batch), str(PROMPT_TOKENS), str(OUTPUT_TOKENS)]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return Row("transformers generate", batch, float(output.split()[-1]))
+
+
+async def _one(client: AsyncClient, prompt: list[int], num_tokens: int) -> tuple[list[float], Timing]:
+    """Arrival times of the tokens, from the sending, and the server's account of it."""
+    started = time.perf_counter()
+    times: list[float] = []
+    timing: Timing | None = None
+    async for chunk in client.generate(prompt_token_ids=prompt, max_tokens=num_tokens, ignore_eos=True):
+        times += [time.perf_counter() - started] * len(chunk.token_ids)
+        timing = chunk.timing or timing
+    assert timing is not None
+    return times, timing
+
+
+async def _load(port: int, batch: int, seed: int) -> tuple[float, list[tuple[list[float], Timing]]]:
+    draw = np.random.default_rng(seed)
+    prompts = draw.integers(100, 40000, (batch, PROMPT_TOKENS)).tolist()
+    async with AsyncClient(f"127.0.0.1:{port}") as client:
+        started = time.perf_counter()
+        answers = await asyncio.gather(*(_one(client, prompt, OUTPUT_TOKENS) for prompt in prompts))
+        return time.perf_counter() - started, list(answers)
+
+
+def _pulled_s(deployment: Deployment) -> tuple[float, float]:
+    """Seconds that pulls took so far, and their number of requests, over all decode engines."""
+    time.sleep(1.1)  # until every engine has reported once more
+    counters = [load.status.counters for load in deployment.loads() if load.status is not None and load.hello.role == "decode"]
+    return sum(c["pull_seconds"] for c in counters), sum(c["requests"] for c in counters)
+
+
+def serving_rows(name: str, model_dir: Path, prefill: int, decode: int, threads: int, note: Callable[[str], None]) -> tuple[list[Row], float]:
+    """Rows of one deployment, and the CPU share of a core that its engines take when idle."""
+    pool = {"max_model_len": 1024, "max_num_batched_tokens": 512, "max_num_seqs": 32, "kv_cache_bytes": 192 * 2**20, "num_threads": threads}
+    config = from_tree(
+        {
+            "model": str(model_dir),
+            "prefill": {**pool, "replicas": prefill},
+            "decode": {**pool, "replicas": decode},
+            "router": {"grpc_port": 0, "metrics_port": 0},
+        }
+    )
+    rows = []
+    with Deployment(config, note) as deployment:
+        asyncio.run(_load(deployment.port, 8, seed=1))  # first touch of memory and caches
+        for batch in BATCHES:
+            pulled_before, requests_before = _pulled_s(deployment)
+            seconds, answers = asyncio.run(_load(deployment.port, batch, seed=2 + batch))
+            pulled_after, requests_after = _pulled_s(deployment)
+            rows.append(_row(name, seconds, answers, (pulled_after - pulled_before) / max(1.0, requests_after - requests_before), prefill > 0))
+        pids = [deployment.actor(load.address.replica_id).call("pid") for load in deployment.loads()]
+        before = sum(map(_cpu_s, pids))
+        time.sleep(IDLE_S)
+        idle = (sum(map(_cpu_s, pids)) - before) / IDLE_S / len(pids)
+    return rows, idle
+
+
+def _row(name: str, seconds: float, answers: list[tuple[list[float], Timing]], pulled_s: float, split: bool) -> Row:
+    gaps = np.concatenate([np.diff(times) for times, _ in answers]) * 1e3
+    first = np.array([times[0] for times, _ in answers]) * 1e3
+    handoffs = [sum(timing.stages.get(stage, 0.0) for stage in HANDOFF_STAGES) for _, timing in answers]
+    handoff_s = float(np.median(handoffs))
+    return Row(
+        system=name,
+        num_requests=len(answers),
+        output_tokens_per_s=sum(len(times) for times, _ in answers) / seconds,
+        ttft_p50_ms=float(np.percentile(first, 50)),
+        ttft_p99_ms=float(np.percentile(first, 99)),
+        itl_p50_ms=float(np.percentile(gaps, 50)),
+        itl_p99_ms=float(np.percentile(gaps, 99)),
+        handoff_p50_ms=handoff_s * 1e3 if split else None,
+        bytes_share=min(1.0, pulled_s / handoff_s) if split and handoff_s else None,
+    )
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def run(model_dir: Path, note: Callable[[str], None]) -> dict[str, Any]:
+    """All rows, and ratios to transformers at the same number of requests."""
+    rows = []
+    for batch in BATCHES:
+        note(f"transformers, {batch} requests")
+        rows.append(transformers_row(model_dir, batch))
+    peers = {row.num_requests: row.output_tokens_per_s for row in rows}
+    note("colocated, 2 threads")
+    colocated, idle_colocated = serving_rows("colocated, 2 threads", model_dir, 0, 1, 2, note)
+    note("1 prefill + 1 decode, 1 thread each")
+    split, idle_split = serving_rows("1P1D, 1 + 1 threads", model_dir, 1, 1, 1, note)
+    rows += colocated + split
+    return {
+        "load": {"prompt_tokens": PROMPT_TOKENS, "output_tokens": OUTPUT_TOKENS, "dtype": "bfloat16"},
+        "rows": [{**asdict(row), "ratio": row.output_tokens_per_s / peers[row.num_requests]} for row in rows],
+        "idle_cpu_share_of_a_core": {"colocated": idle_colocated, "1P1D": idle_split},
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    lines = [f"{'system':24} {'reqs':>4} {'tok/s':>8} {'ratio':>6} {'TTFT p50/p99 ms':>17} {'ITL p50/p99 ms':>16} {'handoff p50 ms':>15} {'bytes':>6}"]
+    for row in result["rows"]:
+        ttft = f"{row['ttft_p50_ms']:.0f} / {row['ttft_p99_ms']:.0f}" if row["ttft_p50_ms"] is not None else "-"
+        itl = f"{row['itl_p50_ms']:.1f} / {row['itl_p99_ms']:.1f}" if row["itl_p50_ms"] is not None else "-"
+        handoff = f"{row['handoff_p50_ms']:.1f}" if row["handoff_p50_ms"] is not None else "-"
+        share = f"{row['bytes_share']:.0%}" if row["bytes_share"] is not None else "-"
+        lines.append(
+            f"{row['system']:24} {row['num_requests']:4} {row['output_tokens_per_s']:8.0f} {row['ratio']:6.2f} {ttft:>17} {itl:>16} {handoff:>15} {share:>6}"
+        )
+    idle = ", ".join(f"{name} {share:.2%}" for name, share in result["idle_cpu_share_of_a_core"].items())
+    return "\n".join([*lines, f"CPU of an idle engine, share of a core: {idle}"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Throughput and latency of a served model, in one run.")
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+
+    def note(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    result = run(arguments.model or demo_model_dir(note), note)
+    print(json.dumps(result, indent=2) if arguments.json else table(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""The second part of a schedule: who enters. Arrived sequences first, then the line, whose head alone is ever looked at."""
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.outcome import Reserved
+from engine.scheduler_state import SchedulerState
+from engine.sequence import Request, Sequence
+from engine.sequence_table import NEVER
+from protocol.errors import InvalidRequest
+
+
+def check_servable(state: SchedulerState, request: Request) -> None:
+    """Raises InvalidRequest if the request could wait for ever."""
+    config, num_prompt = state.config, len(request.prompt_token_ids)
+    if num_prompt < 1:
+        raise InvalidRequest("prompt_token_ids", num_prompt, "at least 1 token")
+    if request.max_tokens < 1:
+        raise InvalidRequest("max_tokens", request.max_tokens, "at least 1")
+    if num_prompt > config.max_model_len - 1:
+        raise InvalidRequest("prompt_token_ids", num_prompt, f"at most max_model_len - 1 = {config.max_model_len - 1} tokens")
+    known = _num_remote_tokens(request) if request.kv == "remote" else num_prompt
+    if state.num_blocks(known) > state.blocks.num_usable:
+        room = state.blocks.num_usable * config.block_size
+        raise InvalidRequest("prompt_token_ids", num_prompt, f"the KV pool holds {room} tokens")
+    if not config.enable_chunked_prefill and request.kv != "remote" and num_prompt > config.max_num_batched_tokens:
+        limit = f"at most max_num_batched_tokens = {config.max_num_batched_tokens} tokens while enable_chunked_prefill is off"
+        raise InvalidRequest("prompt_token_ids", num_prompt, limit)
+
+
+def seat_arrived(state: SchedulerState, budget: int) -> list[int]:
+    """Seats arrived sequences while there are seats and tokens; their blocks hold the next token too. Returns the tokens of each: 1."""
+    newcomers: list[int] = []
+    while state.arrived and budget > len(newcomers) and state.has_seat():
+        sequence = state.arrived.popleft()
+        _seat(state, sequence, sequence.num_first, np.array(sequence.blocks, np.int32))
+        _note_admission(state, sequence, sequence.num_cached)
+        sequence.blocks = []
+        newcomers.append(1)
+    return newcomers
+
+
+def serve_line(state: SchedulerState, budget: int, *, alone: bool) -> list[int]:
+    """Admits and reserves from the head of the line until somebody does not fit. Returns the tokens of each that was admitted."""
+    newcomers: list[int] = []
+    while (sequence := state.line.head()) is not None:
+        if sequence.kv == "remote":
+            if not _reserve(state, sequence):
+                break
+        elif state.num_blocks(len(sequence.tokens)) > state.blocks.num_usable:
+            state.line.pop()
+            del state.live[sequence.request.key]
+            state.events.ended.append((sequence.request.key, "length"))
+        else:
+            num = _admit(state, sequence, budget, alone=alone) if budget > 0 and state.has_seat() else 0
+            if num == 0:
+                break
+            budget -= num
+            newcomers.append(num)
+    return newcomers
+
+
+def _admit(state: SchedulerState, sequence: Sequence, budget: int, *, alone: bool) -> int:
+    """Moves the head of the line into the batch. Returns its tokens in this step; 0: it does not fit."""
+    config, known = state.config, len(sequence.tokens)
+    hits = _lookup(state, sequence, known - 1)
+    cached = len(hits) * config.block_size
+    num = known - cached
+    if config.long_prefill_token_threshold and not alone:
+        num = min(num, config.long_prefill_token_threshold)
+    if not config.enable_chunked_prefill and budget < num <= config.max_num_batched_tokens:
+        return 0  # a sequence that outgrew the whole budget before it was preempted is cut all the same: it would wait for ever
+    num = min(num, budget)
+    first = state.num_blocks(cached + num)
+    full = first if config.prompt_reservation == "none" else state.num_blocks(known)
+    if not _fits(state, full, hits):
+        return 0
+    state.line.pop()
+    state.blocks.acquire(hits)
+    fresh = state.blocks.allocate((full if config.prompt_reservation == "hold" else first) - len(hits))
+    position = _seat(state, sequence, cached, np.concatenate((np.array(hits, np.int32), fresh)) if hits else fresh)
+    _note_admission(state, sequence, cached)
+    if cached + num >= state.table.edge[position]:
+        state.hash_blocks(position, cached + num)
+    return num
+
+
+def _reserve(state: SchedulerState, sequence: Sequence) -> bool:
+    """Takes a remote request's whole destination, the slot of its next token included. False: it does not fit."""
+    count = state.num_blocks(_num_remote_tokens(sequence.request))
+    hits = _lookup(state, sequence, sequence.num_first)
+    if not _fits(state, count, hits):
+        return False
+    state.line.pop()
+    state.blocks.acquire(hits)
+    sequence.blocks = hits + state.blocks.allocate(count - len(hits)).tolist()
+    sequence.num_published = len(hits)
+    sequence.num_cached = len(hits) * state.config.block_size
+    sequence.stage = "reserved"
+    state.num_reserved += 1
+    state.events.reserved.append(Reserved(sequence.request.key, list(sequence.blocks), sequence.num_cached))
+    return True
+
+
+def _num_remote_tokens(request: Request) -> int:
+    num_prompt = len(request.prompt_token_ids)
+    return min(num_prompt + 1, num_prompt + request.max_tokens - 1)
+
+
+def _lookup(state: SchedulerState, sequence: Sequence, max_num_tokens: int) -> list[int]:
+    """Cached blocks of its known tokens, covering at most `max_num_tokens`."""
+    if not state.config.enable_prefix_caching:
+        return []
+    limit = max_num_tokens // state.config.block_size
+    sequence.extend_chain(sequence.tokens, limit, state.config.block_size)
+    return state.blocks.lookup(sequence.chain[1 : limit + 1])
+
+
+def _fits(state: SchedulerState, count: int, hits: list[int]) -> bool:
+    """Whether `count` blocks, `hits` among them, can be taken, with the watermark to spare while anything runs."""
+    spare = int(state.config.watermark * state.blocks.num_blocks) if len(state.table) else 0
+    return count - len(hits) + state.blocks.num_free_among(hits) + spare <= state.blocks.num_free
+
+
+def _seat(state: SchedulerState, sequence: Sequence, computed: int, blocks: npt.NDArray[np.int32]) -> int:
+    """Returns its position."""
+    size = state.config.block_size
+    if sequence.kv == "offer":
+        cap = sequence.num_first
+    elif state.proposer is not None:
+        cap = state.config.max_model_len - 1
+    else:
+        cap = sequence.limit - 1
+    edge = (computed // size + 1) * size if state.config.enable_prefix_caching else NEVER
+    state.num_offers += sequence.kv == "offer"
+    return state.table.enter(sequence, computed=computed, blocks=blocks, cap=cap, edge=edge)
+
+
+def _note_admission(state: SchedulerState, sequence: Sequence, num_cached: int) -> None:
+    note = state.events.resumed if sequence.admitted else state.events.admitted
+    note.append((sequence.request.key, num_cached))
+    state.num_recomputed_tokens += max(0, sequence.num_lost - num_cached)
+    sequence.num_lost = 0
+    sequence.admitted = True

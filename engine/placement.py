@@ -1,0 +1,164 @@
+"""The first part of a schedule: tokens and blocks for those that run, and who has to go when blocks lack."""
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.scheduler_state import SchedulerState
+from engine.sequence_table import NEVER
+from protocol.block_hash import extend_chains
+
+Int32 = npt.NDArray[np.int32]
+
+
+def place_running(state: SchedulerState, *, alone: bool) -> Int32 | None:
+    """Tokens for each running sequence, int32 [number that still run], in admission order, with the blocks for them allocated.
+
+    `alone`: only one sequence is there at all. None: somebody would have to go while a step is in flight; nothing was changed.
+    """
+    table, config = state.table, state.config
+    count = len(table)
+    num: Int32 = table.goal[:count] - table.computed[:count]
+    if config.long_prefill_token_threshold and not alone:
+        np.minimum(num, config.long_prefill_token_threshold, out=num)
+    if int(np.add.reduce(num)) > config.max_num_batched_tokens:
+        before = np.cumsum(num, dtype=np.int32) - num
+        num = np.clip(config.max_num_batched_tokens - before, 0, num)
+    lacking = table.computed[:count] + num
+    lacking -= table.capacity[:count]
+    short = (lacking > 0).nonzero()[0]
+    if not short.size:
+        return num
+    wants = (lacking[short] + (config.block_size - 1)) // config.block_size
+    total = int(np.add.reduce(wants))
+    if total <= state.blocks.num_free:
+        table.append_blocks(short, wants, state.blocks.allocate(total))
+        return num
+    if table.flights:
+        return None
+    if config.scheduling_policy == "priority":
+        return _place_by_priority(state, alone=alone)
+    return _place_evicting_newest(state, num, short.tolist(), wants.tolist())
+
+
+def hash_running(state: SchedulerState, num: Int32) -> None:
+    """Makes the blocks findable that the tokens just placed (int32 [running]) fill up."""
+    table, count, size = state.table, len(num), state.config.block_size
+    filled = table.computed[:count] + num
+    if table.flights or state.proposer is not None:
+        np.minimum(filled, table.tokens[:count], out=filled)
+    due = (filled >= table.edge[:count]).nonzero()[0]
+    if not due.size:
+        return
+    edges = table.edge[due]
+    simple = (filled[due] < edges + size) & (edges > table.chained[due])
+    if np.count_nonzero(simple) < len(simple):
+        for position in due[~simple].tolist():
+            state.hash_blocks(position, int(filled[position]))
+        due, edges = due[simple], edges[simple]
+    rows, index, running = table.row[due], edges // size - 1, table.running
+    chains = [running[position].chain for position in due.tolist()]
+    extend_chains(chains, table.blocks_of_tokens[rows, index].tobytes(), size)
+    state.blocks.insert([chain[-1] for chain in chains], table.block_tables[rows, index])
+    table.edge[due] = edges + size
+
+
+def _place_evicting_newest(state: SchedulerState, num: Int32, short: list[int], wants: list[int]) -> Int32:
+    """fcfs: the newest goes, possibly the one that asks. Victims were not placed yet, so what the others got stands."""
+    end = count = len(state.table)
+    for position, want in zip(short, wants, strict=True):
+        while position < end and want > state.blocks.num_free:
+            end -= 1
+            if end > 0:
+                preempt(state, end)
+                continue
+            last = _place_last(state, 0, int(num[0]))
+            if last is not None:
+                num[0], end = last, 1
+            break
+        else:
+            if position < end:
+                _grow(state, position, want)
+                continue
+        break
+    if end < count:
+        state.leave(range(end, count))
+    return num[:end]
+
+
+def _place_by_priority(state: SchedulerState, *, alone: bool) -> Int32:
+    """priority: the worst (priority, arrival) goes, the first of equals; what it was given in this step returns to the budget."""
+    table, config = state.table, state.config
+    count, budget = len(table), config.max_num_batched_tokens
+    threshold = config.long_prefill_token_threshold if config.long_prefill_token_threshold and not alone else NEVER
+    given = dict.fromkeys(range(count), 0)
+    """Tokens by position, of those that stay, in running order."""
+    for position in range(count):
+        if position not in given:
+            continue
+        num = min(int(table.goal[position] - table.computed[position]), threshold, budget)
+        while num > 0 and _want(state, position, num) > state.blocks.num_free:
+            if len(given) == 1:
+                last = _place_last(state, position, num)
+                num = last or 0
+                if last is None:
+                    del given[position]
+                break
+            victim = max(given, key=lambda candidate: table.running[candidate].rank[:2])
+            preempt(state, victim)
+            budget += given.pop(victim)
+            if victim == position:
+                num = 0
+        if num > 0:
+            _grow(state, position, _want(state, position, num))
+            given[position] = num
+            budget -= num
+    if len(given) < count:
+        state.leave([position for position in range(count) if position not in given])
+    return np.array(list(given.values()), np.int32)
+
+
+def _place_last(state: SchedulerState, position: int, num: int) -> int | None:
+    """The only sequence left in the batch lacks blocks: it takes what fits, or waits while others own blocks.
+
+    None: it has to leave, evicted for an arrived one that would have no seat, or ended because it owns the whole pool.
+    """
+    table, size = state.table, state.config.block_size
+    capacity = int(table.capacity[position])
+    fits = capacity + state.blocks.num_free * size - int(table.computed[position])
+    if fits > 0:
+        num = min(num, fits)
+        _grow(state, position, _want(state, position, num))
+        return num
+    if state.arrived and state.config.max_num_seqs == 1:
+        preempt(state, position)
+        return None
+    if state.blocks.num_owned > capacity // size:
+        return 0
+    key = table.running[position].request.key
+    state.blocks.release(table.blocks_of(position))
+    del state.live[key]
+    state.events.ended.append((key, "length"))
+    return None
+
+
+def preempt(state: SchedulerState, position: int) -> None:
+    """Takes a sequence's blocks and puts it in the line; its outputs stay. The caller unseats it when it is done with positions."""
+    table = state.table
+    sequence = table.running[position]
+    state.blocks.release(table.blocks_of(position))
+    sequence.tokens = table.known(position).copy()
+    sequence.num_lost = int(table.computed[position])
+    sequence.kv = "local" if sequence.kv == "remote" else sequence.kv
+    state.line.push_preempted(sequence)
+    state.events.preempted.append(sequence.request.key)
+
+
+def _want(state: SchedulerState, position: int, num: int) -> int:
+    """Blocks lacking for `num` more tokens."""
+    lacking = int(state.table.computed[position]) + num - int(state.table.capacity[position])
+    return max(0, state.num_blocks(lacking))
+
+
+def _grow(state: SchedulerState, position: int, count: int) -> None:
+    if count:
+        state.table.append_blocks(np.array([position]), np.array([count]), state.blocks.allocate(count))

@@ -1,0 +1,122 @@
+"""The other half of a step: sampled tokens become known, sequences that are complete leave."""
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.outcome import Committed, Finished, PromptDone
+from engine.runner import Batch
+from engine.scheduler_state import Proposer, SchedulerState
+from engine.sequence_table import NEVER
+from protocol.messages import FinishReason
+
+Int32 = npt.NDArray[np.int32]
+Bool = npt.NDArray[np.bool_]
+
+
+def append_tokens(state: SchedulerState, batch: Batch, at: slice | Int32, columns: Int32, counts: Int32) -> Committed:
+    """Applies what was sampled for R sequences.
+
+    `at`: their positions; `columns`: int32 [R, K], row i valid in its first `counts[i]` columns.
+    """
+    table = state.table
+    before, rows, limit = table.tokens[at], table.row[at], table.limit[at]
+    kept, stopped = _cut_at_end(state, at, columns, counts, limit - before)
+    for column in range(columns.shape[1]):
+        have = kept > column
+        if np.count_nonzero(have) == len(have):
+            table.token_ids[rows, before + column] = columns[:, column]
+        else:
+            table.token_ids[rows[have], before[have] + column] = columns[have, column]
+    committed = Committed(
+        batch=batch,
+        slots=table.slot[at].copy(),
+        attempts=table.attempt[at].copy(),
+        offsets=before + table.base[at],
+        counts=kept,
+        token_ids=columns[:, 0].copy() if columns.shape[1] == 1 else columns[np.arange(columns.shape[1]) < kept[:, None]],
+    )
+    after = before + kept
+    done = after >= limit
+    done |= stopped
+    table.tokens[at] = after
+    positions = table.all_positions[at]
+    if state.num_offers:
+        done |= np.array([table.running[position].kv == "offer" for position in positions.tolist()], np.bool_)
+    if np.count_nonzero(table.fresh[at]):
+        _note_first(state, committed, positions)
+    if state.proposer is not None:
+        table.computed[at] = after - 1
+        _propose(state, state.proposer, positions[~done])
+    if np.count_nonzero(done):
+        _finish(state, committed, positions[done].tolist(), stopped[done].tolist())
+    return committed
+
+
+def _cut_at_end(state: SchedulerState, at: slice | Int32, columns: Int32, counts: Int32, room: Int32) -> tuple[Int32, Bool]:
+    """How many of each row's tokens belong to its answer, and whether the last of them is a stop token."""
+    table = state.table
+    stops = np.zeros(columns.shape, np.bool_)
+    if state.eos_token_ids:
+        for token_id in state.eos_token_ids:
+            stops |= columns == token_id
+        if np.count_nonzero(ignoring := table.ignore_eos[at]):
+            stops[ignoring > 0] = False
+    if np.count_nonzero(own_stops := table.own_stops[at]):
+        positions = table.all_positions[at]
+        for index in own_stops.nonzero()[0].tolist():
+            stop_token_ids = table.running[positions[index]].stop_token_ids
+            stops[index] |= [token_id in stop_token_ids for token_id in columns[index].tolist()]
+    if columns.shape[1] == 1:
+        return counts.astype(np.int32), stops[:, 0]
+    until_stop = np.where(stops.any(axis=1), stops.argmax(axis=1) + 1, NEVER).astype(np.int32)
+    kept = np.minimum(np.minimum(counts, room), until_stop)
+    return kept, kept == until_stop
+
+
+def _note_first(state: SchedulerState, committed: Committed, positions: Int32) -> None:
+    """Marks first tokens; the row of a remote sequence gets the one its prefill engine sampled in front."""
+    table = state.table
+    starts = np.cumsum(committed.counts) - committed.counts
+    where: list[int] = []
+    tokens: list[int] = []
+    for index in table.fresh[positions].nonzero()[0].tolist():
+        sequence = table.running[positions[index]]
+        committed.first.append(sequence.request.key)
+        if sequence.first_token_id is not None:
+            where.append(int(starts[index]))
+            tokens.append(sequence.first_token_id)
+            committed.offsets[index] -= 1
+            committed.counts[index] += 1
+            sequence.first_token_id = None
+    table.fresh[positions] = 0
+    if where:
+        committed.token_ids = np.insert(committed.token_ids, where, tokens).astype(np.int32)
+
+
+def _propose(state: SchedulerState, proposer: Proposer, positions: Int32) -> None:
+    """Asks for drafts and puts them behind the known tokens."""
+    table, config = state.table, state.config
+    for position in positions.tolist():
+        sequence, num_tokens = table.running[position], int(table.tokens[position])
+        room = min(sequence.limit - num_tokens - 1, config.num_speculative_tokens)
+        drafts = proposer.propose(sequence.request.key, table.known(position), max(room, 0))[: config.max_model_len - num_tokens]
+        table.token_ids[table.row[position], num_tokens : num_tokens + len(drafts)] = drafts
+        table.goal[position] = min(num_tokens + len(drafts), int(table.cap[position]))
+
+
+def _finish(state: SchedulerState, committed: Committed, positions: list[int], stopped: list[bool]) -> None:
+    """Takes complete sequences out; the blocks of "offer" ones pass to whoever reads `committed`."""
+    table = state.table
+    for position, stop in zip(positions, stopped, strict=True):
+        sequence = table.running[position]
+        key, blocks = sequence.request.key, table.blocks_of(position)
+        reason: FinishReason = "stop" if stop else "length"
+        del state.live[key]
+        if sequence.kv == "offer":
+            complete = stop or int(table.tokens[position]) >= sequence.limit
+            committed.prompts.append(PromptDone(key, int(table.known(position)[-1]), blocks.tolist(), reason if complete else None))
+            state.blocks.hand_over(len(blocks))
+        else:
+            committed.finished.append(Finished(key, sequence.request.slot, reason))
+            state.blocks.release(blocks)
+    state.leave(positions)

@@ -1,0 +1,69 @@
+"""What the parts of the scheduler share: placement.py serves the running, admission.py those who come, results.py those who go."""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.block_manager import BlockManager
+from engine.config import EngineConfig
+from engine.outcome import Events
+from engine.sequence import Sequence
+from engine.sequence_table import SequenceTable
+from engine.waiting_line import WaitingLine
+from protocol.messages import RequestKey
+
+
+class Proposer(Protocol):
+    """Guesses the next tokens of a sequence."""
+
+    def propose(self, key: RequestKey, token_ids: npt.NDArray[np.int32], max_num_drafts: int) -> list[int]:
+        """`token_ids`: all known tokens, not to be kept. Returns the drafts, at most `max_num_drafts`."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class SchedulerState:
+    config: EngineConfig
+    blocks: BlockManager
+    table: SequenceTable
+    line: WaitingLine
+    eos_token_ids: tuple[int, ...]
+    proposer: Proposer | None
+    """None: no drafts."""
+    live: dict[RequestKey, Sequence] = field(default_factory=dict)
+    """Every request from `add` to its end."""
+    arrived: deque[Sequence] = field(default_factory=deque)
+    """All KV there, no seat yet; first come, first served."""
+    events: Events = field(default_factory=Events)
+    num_unoffered: int = 0
+    num_reserved: int = 0
+    num_offers: int = 0
+    """Running sequences whose KV is handed over after the prompt."""
+    num_recomputed_tokens: int = 0
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Blocks that hold so many tokens."""
+        return -(-num_tokens // self.config.block_size)
+
+    def has_seat(self) -> bool:
+        return len(self.table) < self.config.max_num_seqs and self.table.has_row
+
+    def leave(self, positions: Iterable[int]) -> None:
+        """Unseats sequences whose blocks have been released or handed over. Positions change."""
+        positions = list(positions)
+        if self.num_offers:
+            self.num_offers -= sum(self.table.running[position].kv == "offer" for position in positions)
+        self.table.leave(positions)
+
+    def hash_blocks(self, position: int, filled: int) -> None:
+        """Makes a running sequence's blocks findable up to `filled` tokens."""
+        table, size = self.table, self.config.block_size
+        sequence = table.running[position]
+        start, end = int(table.edge[position]) // size - 1, filled // size
+        sequence.extend_chain(table.known(position), end, size)
+        self.blocks.insert(sequence.chain[start + 1 : end + 1], table.blocks_of(position)[start:end])
+        table.edge[position] = (end + 1) * size

@@ -1,0 +1,70 @@
+"""Plain numbers that the router's parts keep while they work; router/metrics.py exports them."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from protocol.errors import DeadlineExceeded, Draining, InvalidRequest, Overloaded, RequestCancelled, RequestError, RequestFailed
+from protocol.histogram import SECONDS, Distribution, Histogram
+from protocol.messages import ReplicaStatus
+
+REFUSALS: dict[type[RequestError], str] = {
+    InvalidRequest: "invalid",
+    Overloaded: "queue_full",
+    Draining: "draining",
+    DeadlineExceeded: "deadline",
+    RequestFailed: "no_engine",
+}
+"""Why a request was not accepted."""
+
+ENDS: dict[type[RequestError], str] = {
+    RequestCancelled: "cancelled",
+    DeadlineExceeded: "deadline",
+    RequestFailed: "failed",
+    Draining: "draining",
+}
+"""Why an accepted request ended without a finish reason."""
+
+
+@dataclass(slots=True)
+class ReplicaTotals:
+    """What one place in a pool has counted in all its lives: it never falls when an engine starts anew."""
+
+    role: Literal["prefill", "decode"]
+    transport: str = ""
+    """The latest one."""
+    counters: dict[str, float] = field(default_factory=dict)
+    distributions: dict[str, Distribution] = field(default_factory=dict)
+
+    def add(self, status: ReplicaStatus) -> None:
+        """Adds the last status of one life."""
+        self.transport = status.transport
+        for name, value in status.counters.items():
+            self.counters[name] = self.counters.get(name, 0.0) + value
+        for name, distribution in status.distributions.items():
+            before = self.distributions.get(name)
+            self.distributions[name] = distribution if before is None else before.plus(distribution)
+
+    def copy(self) -> "ReplicaTotals":
+        return ReplicaTotals(self.role, self.transport, dict(self.counters), dict(self.distributions))
+
+
+class DoorTotals:
+    """What the front doors see: refusals, and times from the arrival of a call. Durations in seconds."""
+
+    def __init__(self) -> None:
+        self.refusals = dict.fromkeys((*REFUSALS.values(), "other"), 0)
+        self.first_token = Histogram(SECONDS)
+        self.total = Histogram(SECONDS)
+        """Of finished requests, as `stages`."""
+        self.stages: dict[str, Histogram] = {}
+
+    def refused(self, error: RequestError) -> None:
+        self.refusals[REFUSALS.get(type(error), "other")] += 1
+
+    def finished(self, total_s: float, stages: dict[str, float]) -> None:
+        """`stages` add up to `total_s`."""
+        self.total.observe(total_s)
+        for stage, seconds in stages.items():
+            if stage not in self.stages:
+                self.stages[stage] = Histogram(SECONDS)
+            self.stages[stage].observe(seconds)

@@ -1,0 +1,124 @@
+"""A pair of engines built from a configuration, without Ray: two loops in this process, real shared memory, a router of three lines."""
+
+import queue
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cluster import build
+from cluster.config import ClusterConfig, load
+from engine.loop import EngineLoop
+from engine.runners.arithmetic import expected_tokens
+from protocol.errors import ConfigError
+from protocol.messages import (
+    ROUTER_ID,
+    Address,
+    Envelope,
+    GenerateRequest,
+    Hello,
+    Message,
+    PeerUp,
+    RequestKey,
+    RouterStatus,
+    SamplingParams,
+    StepTokens,
+)
+
+ROUTER, PREFILL, DECODE = Address(ROUTER_ID, 1), Address("prefill-0", 2), Address("decode-0", 3)
+PREFIX = "twopass-test-build-"
+
+
+def small(*overrides: str) -> ClusterConfig:
+    return load(None, ["runner=arithmetic", "prefill.num_blocks=32", "decode.num_blocks=32", *overrides])
+
+
+class Wire:
+    """Carries envelopes between two loops; what is for the router lies in `inbox`."""
+
+    def __init__(self) -> None:
+        self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.loops: dict[Address, EngineLoop] = {}
+        self._seq = dict.fromkeys((PREFILL, DECODE), 0)
+
+    def __call__(self, envelope: Envelope) -> None:
+        if envelope.receiver == ROUTER:
+            self.inbox.put(envelope.message)
+        else:
+            self.loops[envelope.receiver].deliver(envelope)
+
+    def say(self, receiver: Address, message: Message) -> None:
+        self.loops[receiver].deliver(Envelope(ROUTER, receiver, self._seq[receiver], message))
+        self._seq[receiver] += 1
+
+    def hear(self, kind: type[Message]) -> Message:
+        """The next message of a kind; others are skipped."""
+        while not isinstance(message := self.inbox.get(timeout=30), kind):
+            continue
+        return message
+
+
+@pytest.fixture
+def wire() -> Iterator[Wire]:
+    wire, config = Wire(), small()
+    with ExitStack() as resources:
+        wire.loops[PREFILL] = build.build_prefill(config, PREFILL, wire, PREFIX, resources)
+        wire.loops[DECODE] = build.build_decode(config, DECODE, wire, PREFIX, resources)
+        for loop in wire.loops.values():
+            loop.start()
+            resources.callback(loop.stop)
+        yield wire
+    assert list(Path("/dev/shm").glob(f"{PREFIX}*")) == []
+
+
+def test_a_pair_answers_through_shared_memory(wire: Wire) -> None:
+    wire.say(PREFILL, RouterStatus(router_epoch=1, seq=1, prefill_room_blocks=0))
+    hello = wire.hear(Hello)
+    assert isinstance(hello, Hello)
+    assert (hello.role, hello.num_blocks, hello.block_size) == ("prefill", 32, 16)
+    wire.say(DECODE, PeerUp(peer=PREFILL, endpoint=hello.endpoint))
+    prompt, num_tokens = list(range(40)), 10
+    for role, receiver, peer in (("prefill", PREFILL, DECODE), ("decode", DECODE, PREFILL)):
+        request = GenerateRequest(
+            key=RequestKey(1, "r", 1),
+            slot=0,
+            role=role,  # type: ignore[arg-type]
+            peer=peer,
+            prompt_token_ids=np.array(prompt, np.int32),
+            offset=0,
+            max_tokens=num_tokens,
+            sampling=SamplingParams(),
+        )
+        wire.say(receiver, request)
+    answer: dict[int, int] = {}
+    while len(answer) < num_tokens:
+        step = wire.hear(StepTokens)
+        assert isinstance(step, StepTokens)
+        for offset in step.offsets.tolist():
+            answer |= enumerate(step.token_ids.tolist(), offset)
+    assert [answer[i] for i in range(num_tokens)] == expected_tokens(prompt, num_tokens)
+
+
+def test_blocks_come_from_the_number_or_the_bytes() -> None:
+    config = small("decode.num_blocks=0", "decode.kv_cache_bytes=8192")
+    served = build.serve_model(config)
+    assert build.num_blocks(config, config.prefill, served) == 32
+    assert build.num_blocks(config, config.decode, served) == 8192 // served.layout(config.decode).block_bytes
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("decode.num_blocks=1", r"decode\.kv_cache_bytes: too few for two blocks of 256 bytes"),
+        ("prefill.max_model_len=9999999", r"prefill\.max_model_len: 9999999 is more than the model's"),
+    ],
+)
+def test_knobs_that_the_model_cannot_satisfy_are_named(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build.serve_model(small(override))
+
+
+def test_an_absent_pool_is_not_checked() -> None:
+    build.serve_model(small("prefill.replicas=0", "prefill.max_model_len=9999999"))

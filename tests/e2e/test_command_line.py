@@ -1,0 +1,97 @@
+"""`twopass` as people run it: exit codes, one clear line, a drain on SIGTERM, nothing left."""
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.runners.arithmetic import expected_tokens
+from tests.e2e.leftovers import none_left
+from twopass import Client
+
+pytestmark = pytest.mark.timeout(300)  # Ray starts in seconds alone, in a minute on a busy machine
+
+ROOT = Path(__file__).parents[2]
+SERVE = (
+    "serve",
+    "--set",
+    "runner=arithmetic",
+    "--set",
+    "router.metrics_port=0",
+    "--set",
+    "prefill.num_blocks=256",
+    "--set",
+    "decode.num_blocks=256",
+)
+
+
+def twopass(*args: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen([sys.executable, "-m", "twopass", *args], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+
+
+def failure(*args: str) -> str:
+    """Standard error of a command that must end with exit code 2."""
+    with none_left():
+        process = twopass(*args)
+        _, error = process.communicate()
+    assert process.returncode == 2, error
+    return error
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--set", "decode.max_num_seq=3"], "ConfigError: decode.max_num_seq: no such key; did you mean decode.max_num_seqs?"),
+        (["--config", "/nowhere.yaml"], "ConfigError: /nowhere.yaml: No such file or directory"),
+        (["--set", "model=/nowhere"], "ModelError: /nowhere"),
+        (["--set", "runner=arithmetic", "--set", "prefill.kv_cache_bytes=16"], "ConfigError: prefill.kv_cache_bytes: too few"),
+    ],
+)
+def test_a_wrong_configuration_ends_in_one_line(args: list[str], message: str) -> None:
+    error = failure("serve", *args)
+    assert error.startswith(message)
+    assert error.count("\n") == 1
+
+
+def test_no_server_is_said_in_one_line() -> None:
+    error = failure("generate", "hello", "--server", "127.0.0.1:9")
+    assert error.startswith("Unavailable: ")
+    assert error.count("\n") == 1
+
+
+def test_a_taken_port_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        error = failure(*SERVE, "--set", f"router.grpc_port={port}")
+    assert f"CapacityError: grpc_port: 127.0.0.1:{port} is taken" in error
+    assert "Traceback" not in error
+
+
+def test_too_little_shared_memory_is_said_and_nothing_is_left() -> None:
+    error = failure(*SERVE, "--set", "router.grpc_port=0", "--set", f"prefill.num_blocks={2**36}")
+    assert re.search(r"CapacityError: /dev/shm: \d+ bytes of shared memory needed for the KV cache, \d+ available", error)
+
+
+def test_sigterm_drains_and_leaves_nothing() -> None:
+    prompt, num_tokens = [1, 2, 3], 1000
+    with none_left():
+        process = twopass(*SERVE, "--set", "router.grpc_port=0")
+        assert process.stderr is not None
+        try:
+            port = next(match[1] for line in process.stderr if (match := re.search(r"serving on 127.0.0.1:(\d+)", line)))
+            with Client(f"127.0.0.1:{port}", timeout_s=60) as client:
+                stream = client.generate(prompt_token_ids=prompt, max_tokens=num_tokens)
+                got = next(stream).token_ids
+                process.send_signal(signal.SIGTERM)
+                got += [token_id for chunk in stream for token_id in chunk.token_ids]
+            assert got == expected_tokens(prompt, num_tokens)
+            assert "drained, stopping" in process.stderr.read()
+            assert process.wait() == 0
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+                process.wait()

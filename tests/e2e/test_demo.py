@@ -1,0 +1,40 @@
+"""The first thing a newcomer runs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.leftovers import none_left
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def test_the_demo_answers_eight_prompts_and_leaves_nothing(demo_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    with none_left():
+        command = [sys.executable, "-m", "twopass", "demo", "--model", str(demo_model), "--json", str(out)]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "COLUMNS": "100"})
+    assert result.returncode == 0, result.stderr
+    facts = json.loads(out.read_text())
+    assert len(facts["requests"]) == 8
+    assert max(request["prompt_tokens"] for request in facts["requests"]) > 600
+    for request in facts["requests"]:
+        assert request["text"]
+        assert request["completion_tokens"] > 1
+        stages = request["timing"]["stages"]
+        assert {"router_queue", "prefill_queue", "prefill", "transfer", "decode_queue", "first_step"} <= set(stages), request["name"]
+        assert sum(stages.values()) == pytest.approx(request["timing"]["total_s"], rel=0.01)
+        assert 0 < request["ttft_s"] < request["timing"]["total_s"] + 1
+    prefill, decode = facts["engines"]
+    assert (prefill["role"], decode["role"]) == ("prefill", "decode")
+    assert decode["bytes_moved"] > 0
+    assert decode["gb_per_s"] > 0
+    assert any(len(tray) > 1 for tray in decode["trays"] + prefill["trays"])
+    for title in ("Requests (times in ms)", "TTFT", "Engines"):
+        assert title in result.stdout

@@ -1,0 +1,261 @@
+"""What the router exports, without engines: messages go in by hand, samples come out."""
+
+import asyncio
+import socket
+import urllib.error
+import urllib.request
+from typing import Any
+
+import pytest
+from prometheus_client.core import CollectorRegistry
+from prometheus_client.exposition import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from protocol.errors import CapacityError, RequestError
+from protocol.histogram import Histogram
+from protocol.messages import Address, ReplicaStatus, StageSeconds
+from router.config import RouterConfig
+from router.frontdoor import FrontDoor, Model
+from router.metrics import METRICS, PREFIX, RouterCollector
+from router.metrics_server import MetricsServer
+from router.tokenizer import NumberTokenizer
+from tests.router.test_router import D, P, World
+from twopass.proto import twopass_pb2 as pb
+
+
+class Measured(World):
+    """`value` reads one sample of what Prometheus would see."""
+
+    def __init__(self, **config: Any) -> None:
+        super().__init__(**config)
+        self.door = FrontDoor(
+            self.router, NumberTokenizer(100), RouterConfig(), Model("m", 100), send=lambda address, message: None, clock=self.clock
+        )
+        self.collector = RouterCollector(self.router, self.door)
+
+    def samples(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+        registry = CollectorRegistry()
+        registry.register(self.collector)
+        families = text_string_to_metric_families(generate_latest(registry).decode())
+        return {(sample.name, frozenset(sample.labels.items())): sample.value for family in families for sample in family.samples}
+
+    def value(self, name: str, **labels: str) -> float | None:
+        return self.samples().get((PREFIX + name, frozenset({"model_name": "m", **labels}.items())))
+
+    def status(self, address: Address, *, steps: int = 0, step_s: float = 0.25, num_free: int = 90, **counters: float) -> None:
+        histogram = Histogram((0.1, 1.0))
+        histogram.observe(step_s, steps)
+        self.say(
+            address,
+            ReplicaStatus(
+                state="up",
+                seq=1,
+                num_waiting=2,
+                num_running=3,
+                num_leases=4,
+                num_pulls=5,
+                num_early_handoffs=6,
+                num_free_blocks=num_free,
+                num_cached_blocks=20,
+                num_held_blocks=1,
+                transport="shared_memory" if address == D else "",
+                counters=counters,
+                distributions={"step_seconds": histogram.now},
+            ),
+        )
+
+
+def test_names_are_written_once_and_in_base_units() -> None:
+    names = [metric.name for metric in METRICS]
+    assert len(set(names)) == len(names)
+    for metric in METRICS:
+        assert not metric.name.endswith(("_total", "_ms", "_us", "_count")), metric.name
+        assert metric.help.endswith(".")
+        if metric.kind == "histogram":
+            assert metric.name.endswith(("_seconds", "_tokens"))
+
+
+def test_every_series_names_its_model_and_the_engines_their_pool_and_replica() -> None:
+    world = Measured()
+    world.status(D, pulls=1)
+    world.status(P, consumed=1)
+    by_name = {PREFIX + metric.name: metric for metric in METRICS}
+    for family in world.collector.collect():
+        for sample in family.samples:
+            assert {"model_name", *by_name[family.name].labels} == set(sample.labels) - {"le"}, sample
+
+
+def test_the_life_of_a_request_is_counted_once() -> None:
+    world = Measured()
+    world.submit(max_tokens=4)
+    assert (world.value("requests_accepted_total"), world.value("accepted_prompt_tokens_total")) == (1, 3)
+    world.tokens(P, 0, [40])
+    world.clock.advance_to(0.2)
+    world.tokens(D, 0, [40, 41])
+    world.clock.advance_to(0.5)
+    world.tokens(D, 2, [42, 43], ("finished", "length"), stages=(StageSeconds(0, 1, {"decode": 0.5}, 2),))
+    assert (world.value("delivered_tokens_total"), world.value("repeated_tokens_total")) == (4, 1)
+    assert world.value("requests_ended_total", reason="length") == 1
+    assert world.value("requests_by_path_total", path="disaggregated") == 1
+    assert world.value("inter_token_seconds_count") == 3
+    assert world.value("inter_token_seconds_sum") == pytest.approx(0.5)
+    assert world.value("inter_token_seconds_bucket", le="0.001") == 1  # two tokens of one step
+    assert world.value("inter_token_seconds_bucket", le="0.2") == 2
+
+
+@pytest.mark.parametrize(("prefill", "sender", "path"), [(True, P, "prefill_only"), (False, D, "colocated")])
+def test_a_request_counts_where_it_really_ran(prefill: bool, sender: Address, path: str) -> None:
+    world = Measured(prefill=prefill)
+    world.submit()
+    world.tokens(sender, 0, [40], ("finished", "stop"))
+    assert world.value("requests_by_path_total", path=path) == 1
+    assert world.value("requests_by_path_total", path="disaggregated") == 0
+
+
+def test_a_retry_counts_as_one_and_its_gap_as_the_client_saw_it() -> None:
+    world = Measured()
+    world.submit()
+    world.tokens(D, 0, [40])
+    world.tokens(D, 0, [], ("failed", None, "broken"))
+    world.clock.advance_to(2.0)
+    world.tokens(D, 1, [41], ("finished", "stop"), attempt=2)
+    assert world.value("request_retries_total") == 1
+    assert world.value("requests_ended_total", reason="stop") == 1
+    assert (world.value("inter_token_seconds_count"), world.value("inter_token_seconds_sum")) == (1, 2.0)
+
+
+def test_the_queue_has_a_length_and_an_age() -> None:
+    world = Measured(prefill=False)
+    for index in range(2 + 8 + 3):  # seats, what is dispatched ahead, and three that wait
+        world.submit(f"r{index}")
+    world.clock.advance_to(7.0)
+    assert world.value("requests_waiting", pool="router", replica="router", reason="engines_full") == 3
+    assert world.value("queue_oldest_seconds") == 7.0
+    assert world.value("requests_in_flight", pool="decode", replica="decode-0") == 10
+
+
+def test_blocks_add_up_to_the_pool() -> None:
+    world = Measured()
+    world.status(D)
+    states = {state: world.value("kv_blocks", pool="decode", replica="decode-0", state=state) for state in ("used", "held", "cached", "blank")}
+    assert states == {"used": 8, "held": 1, "cached": 20, "blank": 70}  # of 99
+
+
+def test_counters_outlive_an_engine_and_gauges_do_not() -> None:
+    """Prometheus takes a counter that falls for a restart of the router."""
+    world = Measured()
+    labels = {"pool": "decode", "replica": "decode-0"}
+    world.status(D, steps=3, pulls=5, preemptions_recompute=2)
+    world.router.replica_down(D)
+    assert world.value("transfers_total", transport="shared_memory", **labels) == 5
+    assert world.value("requests_running", **labels) is None
+    assert world.value("replica_epoch", **labels) is None
+    assert world.value("replicas", pool="decode", state="up") == 0
+    reborn = Address("decode-0", 9)
+    world.hello(reborn, "decode")
+    assert world.value("transfers_total", transport="shared_memory", **labels) == 5
+    assert world.value("replica_epoch", **labels) == 9
+    world.status(reborn, steps=2, step_s=0.5, pulls=1, preemptions_recompute=0)
+    assert world.value("preemptions_total", mode="recompute", **labels) == 2
+    assert world.value("step_seconds_count", **labels) == 5
+    assert world.value("step_seconds_sum", **labels) == pytest.approx(1.75)
+
+
+def test_an_engine_replaced_without_a_farewell_is_counted_too() -> None:
+    world = Measured()
+    world.status(D, pulls=5)
+    world.hello(Address("decode-0", 9), "decode")
+    world.status(Address("decode-0", 9), pulls=1)
+    assert world.value("transfers_total", pool="decode", replica="decode-0", transport="") == 6
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (pb.GenerateRequest(text="<1>", sampling=pb.SamplingParams(max_tokens=0)), "invalid"),
+        (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * 90)), "invalid"),
+    ],
+)
+def test_refusals_are_counted_by_reason(message: pb.GenerateRequest, reason: str) -> None:
+    world = Measured()
+
+    async def ask() -> None:
+        with pytest.raises(RequestError):
+            await anext(world.door.generate(lambda: message, deadline_s=None))
+
+    asyncio.run(ask())
+    assert world.value("requests_rejected_total", reason=reason) == 1
+    world.router.drain(1.0)
+    message = pb.GenerateRequest(text="<1>")
+    asyncio.run(ask())
+    assert world.value("requests_rejected_total", reason="draining") == 1
+    assert world.value("requests_accepted_total") == 0
+
+
+def test_stages_add_up_to_the_whole() -> None:
+    world = Measured(prefill=False)
+
+    async def main() -> None:
+        answer = world.door.generate(lambda: pb.GenerateRequest(text="<1> <2>"), deadline_s=None)
+        first = asyncio.ensure_future(anext(answer))
+        while not world.router.active():
+            await asyncio.sleep(0)
+        world.clock.advance_to(1.0)
+        world.tokens(D, 0, [40])
+        world.door.pump()
+        await first
+        world.clock.advance_to(3.0)
+        world.tokens(D, 1, [41], ("finished", "stop"), stages=(StageSeconds(0, 1, {"prefill": 0.75, "decode": 1.5}),))
+        world.door.pump()
+        async for _ in answer:
+            continue
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+    assert (world.value("time_to_first_token_seconds_count"), world.value("time_to_first_token_seconds_sum")) == (1, 1.0)
+    assert (world.value("request_seconds_count"), world.value("request_seconds_sum")) == (1, 3.0)
+    stages = {dict(labels)["stage"]: value for (name, labels), value in world.samples().items() if name == PREFIX + "request_stage_seconds_sum"}
+    assert stages == {"tokenize": 0, "router_queue": 0, "prefill": 0.75, "decode": 1.5, "messages": 0.75, "deliver": 0}
+
+
+# ---- the port
+
+
+def fetch(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as response:
+        text: str = response.read().decode()
+        return text
+
+
+def served(collector: Collector, **config: Any) -> MetricsServer:
+    return MetricsServer(collector, RouterConfig(**({"metrics_port": 0} | config)))
+
+
+def test_a_scrape_reads_on_the_event_loop_and_stop_frees_the_port() -> None:
+    async def main() -> int:
+        server = served(Measured().collector)
+        port = server.start()
+        assert "twopass_requests_accepted_total" in await asyncio.to_thread(fetch, port)
+        await server.stop()
+        return port
+
+    port = asyncio.run(main())
+    with pytest.raises(urllib.error.URLError):
+        fetch(port)
+    socket.create_server(("127.0.0.1", port), reuse_port=False).close()
+
+
+def test_a_taken_port_is_an_error_that_names_the_knob() -> None:
+    async def main(port: int) -> None:
+        with pytest.raises(CapacityError, match=f"metrics_port: 127.0.0.1:{port} is taken"):
+            served(Measured().collector, metrics_port=port).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        asyncio.run(main(taken.getsockname()[1]))
+
+
+def test_the_table_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    from router.metrics import main
+
+    main()
+    assert "| `twopass_preemptions_total` | counter | pool, replica, mode |" in capsys.readouterr().out

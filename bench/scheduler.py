@@ -66,6 +66,7 @@ def measure(scheduler: Scheduler, load: Load, num_steps: int, after_step: Callab
         start = time.thread_time_ns()
         committed = scheduler.commit(output)
         commit_ns.append(time.thread_time_ns() - start)
+        scheduler.blocks.take_hash_changes()
         after_step(len(committed.finished))
     both = [first + second for first, second in zip(schedule_ns, commit_ns, strict=True)]
     return {

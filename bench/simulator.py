@@ -122,7 +122,12 @@ class Simulation:
         self._kills_left = faults.kills
         self.engine_config = self._draw_config()
         router_address = Address(ROUTER_ID, 1)
-        self.router = Router(RouterConfig(max_attempts=10), address=router_address, clock=self.clock, seed=seed)
+        router_config = RouterConfig(
+            max_attempts=10,
+            policy=self.random.choice(["round_robin", "least_loaded", "prefix_aware"]),
+            min_disaggregated_tokens=self.random.choice([0, 0, 0, 6]) if faults is not NO_FAULTS else 0,
+        )
+        self.router = Router(router_config, address=router_address, clock=self.clock, seed=seed)
         self._router_in = Incoming(router_address, self.clock)
         self._router_out = Outgoing(router_address)
         self.replicas: dict[str, Replica] = {}

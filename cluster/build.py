@@ -132,7 +132,9 @@ def build_decode(config: ClusterConfig, address: Address, send: Send, prefix: st
 
 
 def _scheduler(pool: PoolConfig, blocks: int, served: ServedModel, layout: KVLayout) -> Scheduler:
-    return Scheduler(pool.engine, num_blocks=blocks, fingerprint=layout.fingerprint(), eos_token_ids=served.eos_token_ids)
+    return Scheduler(
+        pool.engine, num_blocks=blocks, fingerprint=layout.fingerprint(), eos_token_ids=served.eos_token_ids, clock=time.monotonic
+    )
 
 
 def _link(config: ClusterConfig) -> LinkConfig:

@@ -11,7 +11,8 @@ from typing import Annotated, ParamSpec
 import typer
 from rich.console import Console
 
-from protocol.errors import TwopassError
+from protocol.errors import ConfigError, TwopassError
+from twopass.errors import TwopassError as ClientError
 
 P = ParamSpec("P")
 
@@ -33,7 +34,7 @@ def _reported(command: Callable[P, None]) -> Callable[P, None]:
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             command(*args, **kwargs)
-        except TwopassError as error:
+        except (TwopassError, ClientError) as error:
             console.print(f"{type(error).__name__}: {error}", style="bold red", markup=False, soft_wrap=True)
             raise typer.Exit(2) from None
 
@@ -110,11 +111,17 @@ def replay(
     """Replays a trace through the scheduler, step by step, without a model."""
     from engine import replay as engine_replay
 
-    loaded = json.loads(trace.read_text())
+    try:
+        loaded = json.loads(trace.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{trace}: not JSON: {error}") from None
+    loaded = loaded.get("trace", loaded)  # a recording holds a trace and what was decided on it
+    if "requests" not in loaded:
+        raise ConfigError(f"{trace}: not a trace: it has no requests")
     steps = engine_replay.replay(loaded)
     if out is not None:
         out.write_text(json.dumps(steps))
     if pretty:
-        typer.echo(engine_replay.pretty(steps))
+        typer.echo(engine_replay.pretty(loaded, steps))
     elif out is None:
         typer.echo(json.dumps(steps))

@@ -7,6 +7,7 @@
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -146,33 +147,40 @@ def _waiting(console: Console) -> Iterator[Progress]:
 async def _answer_all(deployment: Deployment, answers: list[Answer], console: Console) -> dict[Address, Replica]:
     """Sends all prompts at once and shows the answers as they grow. Returns each engine as it was seen with the fewest free blocks."""
     busiest: dict[Address, Replica] = {}
-    async with AsyncClient(f"127.0.0.1:{deployment.port}") as client:
-        tasks = [asyncio.create_task(_answer(client, answer)) for answer in answers]
-        sampling = asyncio.create_task(_sample(deployment, busiest))
-        if console.is_terminal:
-            with Live(console=console, auto_refresh=False) as live:
-                while not all(task.done() for task in tasks):
+    stopping = threading.Event()
+    watching = asyncio.create_task(asyncio.to_thread(_watch, deployment, busiest, stopping))
+    try:
+        async with AsyncClient(f"127.0.0.1:{deployment.port}") as client:
+            tasks = [asyncio.create_task(_answer(client, answer)) for answer in answers]
+            if console.is_terminal:
+                with Live(console=console, auto_refresh=False) as live:
+                    while not all(task.done() for task in tasks) and not watching.done():
+                        live.update(_answer_table(answers, console.width), refresh=True)
+                        await asyncio.wait(tasks, timeout=REFRESH_S)
                     live.update(_answer_table(answers, console.width), refresh=True)
-                    await asyncio.wait(tasks, timeout=REFRESH_S)
-                live.update(_answer_table(answers, console.width), refresh=True)
-        for answer, task in zip(answers, tasks, strict=True):
-            await task
-            if not console.is_terminal:
-                console.print(f"{answer.prompt.name}: {answer.text!r}", markup=False, soft_wrap=True)
-        sampling.cancel()
+            for answer, task in zip(answers, tasks, strict=True):
+                await asyncio.wait([task, watching], return_when=asyncio.FIRST_COMPLETED)
+                if watching.done():
+                    watching.result()
+                await task
+                if not console.is_terminal:
+                    console.print(f"{answer.prompt.name}: {answer.text!r}", markup=False, soft_wrap=True)
+    finally:
+        stopping.set()
+    await watching
     return busiest
 
 
-async def _sample(deployment: Deployment, busiest: dict[Address, Replica]) -> None:
-    """Notes every engine's fullest status in `busiest`; ends when cancelled."""
-    while True:
-        for replica in await asyncio.to_thread(deployment.loads):
+def _watch(deployment: Deployment, busiest: dict[Address, Replica], stopping: threading.Event) -> None:
+    """Keeps the deployment alive and notes every engine's fullest status in `busiest`. Raises StartupError when the router is gone."""
+    while not stopping.is_set():
+        for replica in deployment.loads():
             before = busiest.get(replica.address)
             if replica.status is not None and (
                 before is None or before.status is None or replica.status.num_free_blocks < before.status.num_free_blocks
             ):
                 busiest[replica.address] = replica
-        await asyncio.sleep(SAMPLE_S)
+        deployment.watch(SAMPLE_S)
 
 
 async def _answer(client: AsyncClient, answer: Answer) -> None:

@@ -242,6 +242,7 @@ class DecodeService:
             offsets=committed.offsets,
             counts=committed.counts,
             token_ids=committed.token_ids,
+            logprobs=tuple(committed.logprobs),
         )
         self._link.flush(rows)
 
@@ -429,7 +430,7 @@ class DecodeService:
         self.counters["pulled_bytes"] += entry.num_bytes
         self.counters["pull_seconds"] += entry.pull_seconds
         entry.timeline.enter("decode_queue")
-        self._scheduler.arrive(entry.key, handoff.first_token_id)
+        self._scheduler.arrive(entry.key, handoff.first_token_id, handoff.first_logprobs)
 
     # ---- the router
 
@@ -505,7 +506,7 @@ class DecodeService:
     def _status(self, seq: int) -> ReplicaStatus:
         scheduler = self._scheduler
         added, removed = scheduler.blocks.take_hash_changes()
-        self.counters["recomputed_tokens"] = scheduler.num_recomputed_tokens
+        self.counters.update(recomputed_tokens=scheduler.num_recomputed_tokens, padding_tokens=scheduler.num_padding_tokens)
         return ReplicaStatus(
             state="up" if self._drain_at is None else "draining",
             seq=seq,
@@ -517,6 +518,7 @@ class DecodeService:
             num_free_blocks=scheduler.num_free_blocks,
             num_cached_blocks=scheduler.blocks.num_cached,
             num_held_blocks=scheduler.blocks.num_quarantined,
+            thrash_ratio=scheduler.thrash_ratio,
             transport=self._transport.name,
             counters=dict(self.counters),
             distributions=self._steps.distributions,

@@ -5,6 +5,7 @@ A *synchronous* actor, because Ray keeps the order of a sender's calls only on t
 
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -38,7 +39,8 @@ class EngineActor:
 
     def failure(self) -> str:
         """Why the engine can no longer work; empty while it can."""
-        return str(self._loop.failure or "") if self._loop is not None else ""
+        failure = self._loop.failure if self._loop is not None else None
+        return "".join(traceback.format_exception(failure)) if failure is not None else ""
 
     def pid(self) -> int:
         return os.getpid()

@@ -1,8 +1,5 @@
 """The second part of a schedule: who enters. Arrived sequences first, then the line, whose head alone is ever looked at."""
 
-import numpy as np
-import numpy.typing as npt
-
 from engine.outcome import Reserved
 from engine.scheduler_state import SchedulerState
 from engine.sequence import Request, Sequence
@@ -33,7 +30,7 @@ def seat_arrived(state: SchedulerState, budget: int) -> list[int]:
     newcomers: list[int] = []
     while state.arrived and budget > len(newcomers) and state.has_seat():
         sequence = state.arrived.popleft()
-        _seat(state, sequence, sequence.num_first, np.array(sequence.blocks, np.int32))
+        _seat(state, sequence, sequence.num_first, sequence.blocks)
         _note_admission(state, sequence, sequence.num_cached)
         sequence.blocks = []
         newcomers.append(1)
@@ -78,7 +75,7 @@ def _admit(state: SchedulerState, sequence: Sequence, budget: int, *, alone: boo
     state.line.pop()
     state.blocks.acquire(hits)
     fresh = state.blocks.allocate((full if config.prompt_reservation == "hold" else first) - len(hits))
-    position = _seat(state, sequence, cached, np.concatenate((np.array(hits, np.int32), fresh)) if hits else fresh)
+    position = _seat(state, sequence, cached, hits + fresh)
     _note_admission(state, sequence, cached)
     if cached + num >= state.table.edge[position]:
         state.hash_blocks(position, cached + num)
@@ -93,7 +90,7 @@ def _reserve(state: SchedulerState, sequence: Sequence) -> bool:
         return False
     state.line.pop()
     state.blocks.acquire(hits)
-    sequence.blocks = hits + state.blocks.allocate(count - len(hits)).tolist()
+    sequence.blocks = hits + state.blocks.allocate(count - len(hits))
     sequence.num_published = len(hits)
     sequence.num_cached = len(hits) * state.config.block_size
     sequence.stage = "reserved"
@@ -122,7 +119,7 @@ def _fits(state: SchedulerState, count: int, hits: list[int]) -> bool:
     return count - len(hits) + state.blocks.num_free_among(hits) + spare <= state.blocks.num_free
 
 
-def _seat(state: SchedulerState, sequence: Sequence, computed: int, blocks: npt.NDArray[np.int32]) -> int:
+def _seat(state: SchedulerState, sequence: Sequence, computed: int, blocks: list[int]) -> int:
     """Returns its position."""
     size = state.config.block_size
     if sequence.kv == "offer":
@@ -139,6 +136,9 @@ def _seat(state: SchedulerState, sequence: Sequence, computed: int, blocks: npt.
 def _note_admission(state: SchedulerState, sequence: Sequence, num_cached: int) -> None:
     note = state.events.resumed if sequence.admitted else state.events.admitted
     note.append((sequence.request.key, num_cached))
-    state.num_recomputed_tokens += max(0, sequence.num_lost - num_cached)
+    recomputed = max(0, sequence.num_lost - num_cached)
+    state.num_recomputed_tokens += recomputed
+    if state.thrash is not None and recomputed:
+        state.thrash.add(recomputed=recomputed, generated=0)
     sequence.num_lost = 0
     sequence.admitted = True

@@ -34,14 +34,29 @@ class EngineConfig:
     """Seconds of waiting worth one unit of priority; 0: priorities never change."""
     num_speculative_tokens: int = 0
     """Most drafts per sequence and step; 0: no speculation. Drafts forbid a second step in flight."""
+    cuda_graph_sizes: tuple[int, ...] = ()
+    """Numbers of decodes for which a step was captured, ascending; a step of decodes alone is padded up to the next one."""
+    pad_with_prefill: bool = False
+    """Take no more prompt tokens beside decodes than fill the step up to the next of `cuda_graph_sizes`."""
+    thrash_window_s: float = 5.0
+    """Over how many seconds thrashing is measured."""
+    thrash_limit: float = 0.3
+    """Tokens recomputed per token generated beyond which nobody is admitted while anything runs; 0: no limit."""
 
     def __post_init__(self) -> None:
         for name in ("max_num_batched_tokens", "max_num_seqs", "block_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: {getattr(self, name)} is below 1")
-        for name in ("num_blocks", "kv_cache_bytes", "long_prefill_token_threshold", "priority_aging_s", "num_speculative_tokens"):
+        sizes = ("num_blocks", "kv_cache_bytes", "long_prefill_token_threshold")
+        for name in (*sizes, "priority_aging_s", "num_speculative_tokens", "thrash_limit"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: {getattr(self, name)} is below 0")
+        if list(self.cuda_graph_sizes) != sorted(set(self.cuda_graph_sizes)) or min(self.cuda_graph_sizes, default=1) < 1:
+            raise ConfigError(f"cuda_graph_sizes: {self.cuda_graph_sizes} is not ascending from 1 on")
+        if self.pad_with_prefill and not self.cuda_graph_sizes:
+            raise ConfigError("pad_with_prefill: needs cuda_graph_sizes")
+        if self.thrash_window_s <= 0:
+            raise ConfigError(f"thrash_window_s: {self.thrash_window_s} is not above 0")
         if self.max_model_len < 2:
             raise ConfigError(f"max_model_len: {self.max_model_len} is below 2")
         if not 0.0 <= self.watermark < 1.0:

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.runner import Batch
-from protocol.messages import FinishReason, RequestKey
+from protocol.messages import FinishReason, Logprobs, RequestKey, TokenLogprobs
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -37,6 +37,7 @@ class PromptDone(NamedTuple):
     block_ids: list[int]
     finish_reason: FinishReason | None
     """Set if the first token ends the answer."""
+    first_logprobs: TokenLogprobs | None = None
 
 
 @dataclass(slots=True)
@@ -70,3 +71,5 @@ class Committed:
     """(key, tokens computed) of "offer" requests whose prompt is not done yet."""
     first: list[RequestKey] = field(default_factory=list)
     """Got the first token they got here."""
+    logprobs: list[Logprobs] = field(default_factory=list)
+    """Of the tokens above, where asked for."""

@@ -10,7 +10,18 @@ from protocol.block_hash import extend_chains
 Int32 = npt.NDArray[np.int32]
 
 
-def place_running(state: SchedulerState, *, alone: bool) -> Int32 | None:
+def step_budget(state: SchedulerState) -> int:
+    """Tokens that this step may compute."""
+    config, table = state.config, state.table
+    if not config.pad_with_prefill:
+        return config.max_num_batched_tokens
+    count = len(table)
+    num_decodes = int(np.count_nonzero(table.goal[:count] - table.computed[:count] == 1))
+    sizes = [size for size in config.cuda_graph_sizes if size > num_decodes]  # above, so that prompts always move on
+    return min(config.max_num_batched_tokens, sizes[0]) if num_decodes and sizes else config.max_num_batched_tokens
+
+
+def place_running(state: SchedulerState, budget: int, *, alone: bool) -> Int32 | None:
     """Tokens for each running sequence, int32 [number that still run], in admission order, with the blocks for them allocated.
 
     `alone`: only one sequence is there at all. None: somebody would have to go while a step is in flight; nothing was changed.
@@ -20,9 +31,9 @@ def place_running(state: SchedulerState, *, alone: bool) -> Int32 | None:
     num: Int32 = table.goal[:count] - table.computed[:count]
     if config.long_prefill_token_threshold and not alone:
         np.minimum(num, config.long_prefill_token_threshold, out=num)
-    if int(np.add.reduce(num)) > config.max_num_batched_tokens:
+    if int(np.add.reduce(num)) > budget:
         before = np.cumsum(num, dtype=np.int32) - num
-        num = np.clip(config.max_num_batched_tokens - before, 0, num)
+        num = np.clip(budget - before, 0, num)
     lacking = table.computed[:count] + num
     lacking -= table.capacity[:count]
     short = (lacking > 0).nonzero()[0]
@@ -36,7 +47,7 @@ def place_running(state: SchedulerState, *, alone: bool) -> Int32 | None:
     if table.flights:
         return None
     if config.scheduling_policy == "priority":
-        return _place_by_priority(state, alone=alone)
+        return _place_by_priority(state, budget, alone=alone)
     return _place_evicting_newest(state, num, short.tolist(), wants.tolist())
 
 
@@ -58,7 +69,7 @@ def hash_running(state: SchedulerState, num: Int32) -> None:
     rows, index, running = table.row[due], edges // size - 1, table.running
     chains = [running[position].chain for position in due.tolist()]
     extend_chains(chains, table.blocks_of_tokens[rows, index].tobytes(), size)
-    state.blocks.insert([chain[-1] for chain in chains], table.block_tables[rows, index])
+    state.blocks.insert([chain[-1] for chain in chains], table.block_tables[rows, index].tolist())
     table.edge[due] = edges + size
 
 
@@ -85,10 +96,10 @@ def _place_evicting_newest(state: SchedulerState, num: Int32, short: list[int], 
     return num[:end]
 
 
-def _place_by_priority(state: SchedulerState, *, alone: bool) -> Int32:
+def _place_by_priority(state: SchedulerState, budget: int, *, alone: bool) -> Int32:
     """priority: the worst (priority, arrival) goes, the first of equals; what it was given in this step returns to the budget."""
     table, config = state.table, state.config
-    count, budget = len(table), config.max_num_batched_tokens
+    count = len(table)
     threshold = config.long_prefill_token_threshold if config.long_prefill_token_threshold and not alone else NEVER
     given = dict.fromkeys(range(count), 0)
     """Tokens by position, of those that stay, in running order."""

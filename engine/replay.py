@@ -176,3 +176,35 @@ def _run_step(
     _fill(record, "finished", finished)
     live.difference_update(finished)
     record["free_u"] = scheduler.num_free_blocks
+
+
+def pretty(trace: dict[str, Any], records: list[Record]) -> str:
+    """The records for people: who got how many tokens, what is left of the budget and of the blocks, who was evicted and why."""
+    budget, usable = trace["max_num_batched_tokens"], trace["num_blocks"] - 1
+    lines = []
+    for record in records:
+        if record.get("idle"):
+            lines.append(f"step {record['t']}: idle")
+            continue
+        scheduled = record.get("sched", [])
+        left = budget - sum(num for _, num in scheduled)
+        lines.append(f"step {record['t']}: {left} of {budget} tokens and {record['free_s']} of {usable} blocks left")
+        lines += [f"  + {request_id} arrives" for request_id in record.get("arrived", [])]
+        lines += [f"  - {request_id} is aborted" for request_id in record.get("aborted", [])]
+        lines += [f"  ! {reason}" for reason in _evictions(trace, record)]
+        cached = {request_id: f", admitted with {num} cached" for request_id, num in record.get("new", [])}
+        cached |= {request_id: f", resumed with {num} cached" for request_id, num in record.get("resumed", [])}
+        for request_id, num in scheduled:
+            drafts = record.get("spec", {}).get(request_id)
+            lines.append(f"    {request_id}: {num}{f' ({drafts} drafts)' if drafts else ''}{cached.get(request_id, '')}")
+        lines += [f"  = {request_id} is complete" for request_id in record.get("finished", [])]
+        waiting = record.get("waiting")
+        if waiting:
+            lines.append(f"  waiting: {' '.join(waiting)}")
+    return "\n".join(lines)
+
+
+def _evictions(trace: dict[str, Any], record: Record) -> list[str]:
+    evicted = record.get("preempted", [])
+    why = "the newest" if trace.get("policy", "fcfs") == "fcfs" else "the least urgent"
+    return [f"{request_id} is evicted: a running request found no free block, and this is {why}" for request_id in evicted]

@@ -7,16 +7,23 @@ from engine.outcome import Committed, Finished, PromptDone
 from engine.runner import Batch
 from engine.scheduler_state import Proposer, SchedulerState
 from engine.sequence_table import NEVER
-from protocol.messages import FinishReason
+from protocol.messages import FinishReason, Logprobs, TokenLogprobs
 
 Int32 = npt.NDArray[np.int32]
 Bool = npt.NDArray[np.bool_]
 
 
-def append_tokens(state: SchedulerState, batch: Batch, at: slice | Int32, columns: Int32, counts: Int32) -> Committed:
+def append_tokens(
+    state: SchedulerState,
+    batch: Batch,
+    at: slice | Int32,
+    columns: Int32,
+    counts: Int32,
+    logprobs: list[list[TokenLogprobs] | None] | None = None,
+) -> Committed:
     """Applies what was sampled for R sequences.
 
-    `at`: their positions; `columns`: int32 [R, K], row i valid in its first `counts[i]` columns.
+    `at`: their positions; `columns`: int32 [R, K], row i valid in its first `counts[i]` columns; `logprobs`: [R], of those that asked.
     """
     table = state.table
     before, rows, limit = table.tokens[at], table.row[at], table.limit[at]
@@ -40,6 +47,8 @@ def append_tokens(state: SchedulerState, batch: Batch, at: slice | Int32, column
     done |= stopped
     table.tokens[at] = after
     positions = table.all_positions[at]
+    if logprobs is not None:
+        _note_logprobs(committed, logprobs)
     if state.num_offers:
         done |= np.array([table.running[position].kv == "offer" for position in positions.tolist()], np.bool_)
     if np.count_nonzero(table.fresh[at]):
@@ -73,6 +82,14 @@ def _cut_at_end(state: SchedulerState, at: slice | Int32, columns: Int32, counts
     return kept, kept == until_stop
 
 
+def _note_logprobs(committed: Committed, logprobs: list[list[TokenLogprobs] | None]) -> None:
+    for index, values in enumerate(logprobs):
+        if values is not None:
+            slot, attempt, offset = int(committed.slots[index]), int(committed.attempts[index]), int(committed.offsets[index])
+            kept = values[: int(committed.counts[index])]
+            committed.logprobs += [Logprobs(slot, attempt, offset + ahead, value) for ahead, value in enumerate(kept)]
+
+
 def _note_first(state: SchedulerState, committed: Committed, positions: Int32) -> None:
     """Marks first tokens; the row of a remote sequence gets the one its prefill engine sampled in front."""
     table = state.table
@@ -88,6 +105,9 @@ def _note_first(state: SchedulerState, committed: Committed, positions: Int32) -
             committed.offsets[index] -= 1
             committed.counts[index] += 1
             sequence.first_token_id = None
+            if (values := sequence.first_logprobs) is not None:
+                slot, attempt, offset = int(committed.slots[index]), int(committed.attempts[index]), int(committed.offsets[index])
+                committed.logprobs.append(Logprobs(slot, attempt, offset, values))
     table.fresh[positions] = 0
     if where:
         committed.token_ids = np.insert(committed.token_ids, where, tokens).astype(np.int32)
@@ -114,7 +134,9 @@ def _finish(state: SchedulerState, committed: Committed, positions: list[int], s
         del state.live[key]
         if sequence.kv == "offer":
             complete = stop or int(table.tokens[position]) >= sequence.limit
-            committed.prompts.append(PromptDone(key, int(table.known(position)[-1]), blocks.tolist(), reason if complete else None))
+            first = int(table.known(position)[-1])
+            values = next((entry.values for entry in committed.logprobs if entry.slot == sequence.request.slot), None)
+            committed.prompts.append(PromptDone(key, first, blocks, reason if complete else None, values))
             state.blocks.hand_over(len(blocks))
         else:
             committed.finished.append(Finished(key, sequence.request.slot, reason))

@@ -6,18 +6,11 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from engine.row_sampling import RowSampling
+from protocol.messages import TokenLogprobs
+
 Int32 = npt.NDArray[np.int32]
 Bool = npt.NDArray[np.bool_]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowSampling:
-    """How tokens are chosen, per row; shared arrays [num_rows]."""
-
-    temperatures: npt.NDArray[np.float32]
-    seeds: npt.NDArray[np.uint64]
-    answer_bases: Int32
-    """The token at position p of a row has index `answer_bases[row] + p` in the whole answer."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,7 +37,7 @@ class Batch:
     request_ids: list[str] = field(default_factory=list)
     """[B] for trays and logs."""
     sampling: RowSampling | None = None
-    """None: greedy everywhere."""
+    """None: every sequence takes the likeliest token and nobody asks for more."""
     num_drafts: Int32 | None = None
     """[B] how many of `num_scheduled` are drafts: they lie in `token_ids` right behind the known tokens. None: no drafts anywhere."""
     pending: Bool | None = None
@@ -68,6 +61,8 @@ class StepOutput:
     counts: Int32
     seconds: float = 0.0
     """Seconds the step took to execute."""
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    """By index in the batch, of those that asked: one for each of their `counts` tokens."""
 
 
 class Runner(Protocol):

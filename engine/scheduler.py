@@ -18,16 +18,18 @@ from engine.admission import check_servable, seat_arrived, serve_line
 from engine.block_manager import BlockManager
 from engine.config import EngineConfig
 from engine.outcome import Committed, Events, Finished, PromptDone, Reserved
-from engine.placement import hash_running, place_running
+from engine.placement import hash_running, place_running, step_budget
 from engine.results import append_tokens
-from engine.runner import Batch, RowSampling, StepOutput
+from engine.runner import Batch, StepOutput
 from engine.scheduler_state import Proposer, SchedulerState
 from engine.sequence import Request, Sequence
 from engine.sequence_table import Flight, SequenceTable
+from engine.thrash import ThrashMeter
 from engine.waiting_line import WaitingLine
 from protocol.block_hash import root_hash
+from protocol.clock import Clock
 from protocol.errors import ProtocolError
-from protocol.messages import RequestKey
+from protocol.messages import RequestKey, TokenLogprobs
 
 __all__ = ["Committed", "Events", "Finished", "PromptDone", "Proposer", "Reserved", "Scheduler"]
 
@@ -45,11 +47,19 @@ class Scheduler:
         fingerprint: bytes = b"",
         eos_token_ids: tuple[int, ...] = (),
         proposer: Proposer | None = None,
+        clock: Clock | None = None,
     ) -> None:
+        """`fingerprint`: of the model, for block hashes. `proposer`: asked if the config allows drafts. `clock`: without one, thrashing
+        is not measured and closes nothing."""
         self.config = config
         self.blocks = BlockManager(num_blocks)
         self._fingerprint = fingerprint
-        table = SequenceTable(max_num_seqs=config.max_num_seqs, max_model_len=config.max_model_len, block_size=config.block_size)
+        table = SequenceTable(
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len,
+            block_size=config.block_size,
+            eos_token_ids=eos_token_ids,
+        )
         self._state = SchedulerState(
             config=config,
             blocks=self.blocks,
@@ -57,8 +67,10 @@ class Scheduler:
             line=WaitingLine(config.scheduling_policy, config.priority_aging_s),
             eos_token_ids=eos_token_ids,
             proposer=proposer if config.num_speculative_tokens else None,
+            thrash=ThrashMeter(clock, window_s=config.thrash_window_s, limit=config.thrash_limit)
+            if clock and config.thrash_limit
+            else None,
         )
-        self._sampling = RowSampling(temperatures=table.temperatures, seeds=table.seeds, answer_bases=table.answer_bases)
         self._step = 0
 
     # ---- counts
@@ -95,6 +107,16 @@ class Scheduler:
     def num_recomputed_tokens(self) -> int:
         """Tokens whose KV preemptions threw away and that had to be computed again, since the start."""
         return self._state.num_recomputed_tokens
+
+    @property
+    def num_padding_tokens(self) -> int:
+        """Tokens by which steps of decodes alone fell short of a captured size, since the start."""
+        return self._state.num_padding_tokens
+
+    @property
+    def thrash_ratio(self) -> float:
+        """Tokens recomputed per token generated, over `thrash_window_s`; 0 without a clock."""
+        return self._state.thrash.ratio if self._state.thrash else 0.0
 
     @property
     def idle(self) -> bool:
@@ -153,10 +175,10 @@ class Scheduler:
             return
         start, end = sequence.num_published, min(num_tokens, sequence.num_first) // self.config.block_size
         if end > start:
-            self.blocks.insert(sequence.chain[start + 1 : end + 1], np.array(sequence.blocks[start:end], np.int32))
+            self.blocks.insert(sequence.chain[start + 1 : end + 1], sequence.blocks[start:end])
             sequence.num_published = end
 
-    def arrive(self, key: RequestKey, first_token_id: int) -> None:
+    def arrive(self, key: RequestKey, first_token_id: int, first_logprobs: TokenLogprobs | None = None) -> None:
         """All KV of a reserved request is there and verified: it decodes as soon as it finds a seat. Unknown key: no-op."""
         sequence = self._state.live.get(key)
         if sequence is None:
@@ -165,7 +187,7 @@ class Scheduler:
             raise ProtocolError(f"{key} arrived while {sequence.stage}")
         self.publish(key, sequence.num_first)
         sequence.tokens = np.append(sequence.tokens, np.int32(first_token_id))
-        sequence.first_token_id = first_token_id
+        sequence.first_token_id, sequence.first_logprobs = first_token_id, first_logprobs
         sequence.stage = "arrived"
         self._state.num_reserved -= 1
         self._state.arrived.append(sequence)
@@ -176,22 +198,21 @@ class Scheduler:
 
     def detach(self, key: RequestKey) -> list[int]:
         """Forgets a request without freeing: the caller owns the returned blocks (in order) and gives them to `blocks.free` later."""
-        blocks: list[int] = self._forget(key).tolist()
+        blocks = self._forget(key)
         self.blocks.hand_over(len(blocks))
         return blocks
 
     def block_ids(self, key: RequestKey) -> list[int]:
         """Blocks of a running request, in order. Raises KeyError if it is not live."""
         table = self._state.table
-        blocks: list[int] = table.blocks_of(table.running.index(self._state.live[key])).tolist()
-        return blocks
+        return table.blocks_of(table.running.index(self._state.live[key]))
 
-    def _forget(self, key: RequestKey) -> Int32:
+    def _forget(self, key: RequestKey) -> list[int]:
         """Takes a request out wherever it stands. Returns the blocks it owned."""
         state = self._state
         sequence = state.live.pop(key, None)
         if sequence is None:
-            return np.empty(0, np.int32)
+            return []
         if sequence.stage == "unoffered":
             state.num_unoffered -= 1
         elif sequence.stage == "waiting":
@@ -205,7 +226,7 @@ class Scheduler:
             blocks = state.table.blocks_of(position)
             state.leave([position])
             return blocks
-        return np.array(sequence.blocks, np.int32)
+        return sequence.blocks
 
     # ---- steps
 
@@ -217,13 +238,15 @@ class Scheduler:
             return None
         alone = len(table) + len(state.line) + len(state.arrived) == 1
         num_preempted = len(state.events.preempted)
-        num = place_running(state, alone=alone)
+        budget = step_budget(state)
+        num = place_running(state, budget, alone=alone)
         if num is None:
             return None
         hash_running(state, num)
-        budget = self.config.max_num_batched_tokens - int(np.add.reduce(num))
+        budget -= int(np.add.reduce(num))
         newcomers = seat_arrived(state, budget) if state.arrived else []
-        if len(state.events.preempted) == num_preempted:
+        closed = state.thrash is not None and len(num) > 0 and state.thrash.past_limit
+        if len(state.events.preempted) == num_preempted and not closed:
             newcomers += serve_line(state, budget - len(newcomers), alone=alone)
         if newcomers:
             num = np.concatenate((num, np.array(newcomers, np.int32)))
@@ -257,13 +280,15 @@ class Scheduler:
             token_ids=table.token_ids,
             block_tables=table.block_tables,
             request_ids=request_ids,
-            sampling=self._sampling,
+            sampling=table.sampling if table.sampling.num_special else None,
         )
         if state.proposer is not None:
             batch.num_drafts = np.maximum(target - table.tokens[at], 0)
             batch.sample = target >= table.tokens[at]
         else:
             table.goal[at] = np.minimum(goal + batch.sample, table.cap[at])
+        if self.config.cuda_graph_sizes and int(num.max()) == 1:
+            state.num_padding_tokens += state.padding(len(num))
         if table.flights:
             batch.pending = target > table.tokens[at]
         table.computed[at] = target
@@ -287,14 +312,17 @@ class Scheduler:
         if flight.has_leavers:
             sampled &= positions >= 0
         progressed = self._progress_of_offers(flight) if state.num_offers else []
+        logprobs = [output.logprobs.get(index) for index in sampled.nonzero()[0].tolist()] if output.logprobs else None
         count = int(np.count_nonzero(sampled))
         if np.count_nonzero(sampled[:count]) == count:
             dense = count == 0 or (not flight.has_leavers and int(positions[count - 1]) == count - 1)
             at = slice(count) if dense else positions[:count]
-            committed = append_tokens(state, batch, at, output.token_ids[:count], output.counts[:count])
+            committed = append_tokens(state, batch, at, output.token_ids[:count], output.counts[:count], logprobs)
         else:
-            committed = append_tokens(state, batch, positions[sampled], output.token_ids[sampled], output.counts[sampled])
+            committed = append_tokens(state, batch, positions[sampled], output.token_ids[sampled], output.counts[sampled], logprobs)
         committed.progressed = progressed
+        if state.thrash is not None:
+            state.thrash.add(recomputed=0, generated=len(committed.token_ids))
         return committed
 
     def _progress_of_offers(self, flight: Flight) -> list[tuple[RequestKey, int]]:
@@ -331,9 +359,9 @@ class Scheduler:
     def check_idle(self) -> None:
         """When nothing is live, in flight or owned outside, everything is back where it started. Raises ProtocolError."""
         state = self._state
-        self.blocks.check()
         if not self.idle:
             return
+        self.blocks.check()
         state.table.check_empty()
         if len(state.line) or state.arrived or state.num_reserved or state.num_unoffered or state.num_offers:
             raise ProtocolError("an idle scheduler still counts requests")

@@ -13,6 +13,7 @@ from engine.config import EngineConfig
 from engine.outcome import Events
 from engine.sequence import Sequence
 from engine.sequence_table import SequenceTable
+from engine.thrash import ThrashMeter
 from engine.waiting_line import WaitingLine
 from protocol.messages import RequestKey
 
@@ -44,6 +45,13 @@ class SchedulerState:
     num_offers: int = 0
     """Running sequences whose KV is handed over after the prompt."""
     num_recomputed_tokens: int = 0
+    num_padding_tokens: int = 0
+    thrash: ThrashMeter | None = None
+    """None: not measured."""
+
+    def padding(self, num_decodes: int) -> int:
+        """Tokens that fill a step of decodes alone up to the next captured size; 0 beyond the largest."""
+        return next((size - num_decodes for size in self.config.cuda_graph_sizes if size >= num_decodes), 0)
 
     def num_blocks(self, num_tokens: int) -> int:
         """Blocks that hold so many tokens."""

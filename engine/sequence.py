@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.block_hash import chain_hashes
-from protocol.messages import GenerateRequest, RequestKey, SamplingParams
+from protocol.messages import GenerateRequest, RequestKey, SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +81,7 @@ class Sequence:
     """Tokens of a remote sequence that were in this engine's prefix cache when it reserved."""
     first_token_id: int | None = None
     """First token of a remote sequence until it has been reported."""
+    first_logprobs: TokenLogprobs | None = None
     num_first: int = 0
     """Known tokens when its first answer token is still to come: len(prompt)."""
     admitted: bool = False

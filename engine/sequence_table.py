@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from engine.row_sampling import RowSampling
 from engine.runner import Batch
 from engine.sequence import Sequence
 from protocol.errors import ProtocolError
@@ -46,18 +47,17 @@ class SequenceTable:
     `ignore_eos`; `own_stops` 1 if it has stop tokens of its own.
     """
 
-    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, eos_token_ids: tuple[int, ...] = ()) -> None:
         num_rows = 2 * max_num_seqs
         """Twice the seats: with two steps in flight a left row stays blocked while its seat is taken again."""
         self.block_size = block_size
+        self._eos_token_ids = eos_token_ids
         max_num_blocks = -(-max_model_len // block_size)
         self.blocks_of_tokens: Int32 = np.empty((num_rows, max_num_blocks, block_size), np.int32)
         """`token_ids`, cut into blocks."""
         self.token_ids = self.blocks_of_tokens.reshape(num_rows, max_num_blocks * block_size)
         self.block_tables: Int32 = np.zeros((num_rows, max_num_blocks), np.int32)
-        self.seeds = np.zeros(num_rows, np.uint64)
-        self.temperatures = np.zeros(num_rows, np.float32)
-        self.answer_bases = np.zeros(num_rows, np.int32)
+        self.sampling = RowSampling(num_rows)
         self._state = np.zeros((14, max_num_seqs), np.int32)
         self.row, self.tokens, self.goal, self.computed, self.capacity, self.limit, self.cap = self._state[:7]
         self.edge, self.chained, self.base, self.attempt, self.fresh, self.ignore_eos, self.own_stops = self._state[7:]
@@ -83,15 +83,13 @@ class SequenceTable:
     def num_free_rows(self) -> int:
         return len(self._free_rows)
 
-    def enter(self, sequence: Sequence, *, computed: int, blocks: Int32, cap: int, edge: int) -> int:
-        """Seats a sequence that owns `blocks` (int32, in order) and has `computed` tokens in them. Returns its position."""
+    def enter(self, sequence: Sequence, *, computed: int, blocks: list[int], cap: int, edge: int) -> int:
+        """Seats a sequence that owns `blocks` (in order) and has `computed` tokens in them. Returns its position."""
         request, tokens = sequence.request, sequence.tokens
         position, row, num_tokens = len(self.running), self._free_rows.pop(), len(tokens)
         self.token_ids[row, :num_tokens] = tokens
         self.block_tables[row, : len(blocks)] = blocks
-        self.seeds[row] = (request.sampling.seed or 0) % 2**64
-        self.temperatures[row] = request.sampling.temperature
-        self.answer_bases[row] = request.offset - sequence.num_first
+        self.sampling.put(row, request.sampling, base=request.offset - sequence.num_first, eos_token_ids=self._eos_token_ids)
         self._state[:, position] = (
             row,
             num_tokens,
@@ -114,7 +112,7 @@ class SequenceTable:
         sequence.row, sequence.stage = row, "running"
         return position
 
-    def append_blocks(self, positions: Int, counts: Int, blocks: Int32) -> None:
+    def append_blocks(self, positions: Int, counts: Int, blocks: list[int]) -> None:
         """Gives `counts[i]` >= 1 of `blocks` to each of `positions`, in order. The counts add up to len(blocks)."""
         rows, have = self.row[positions], self.capacity[positions] // self.block_size
         if len(blocks) > len(positions):
@@ -123,9 +121,10 @@ class SequenceTable:
         self.block_tables[rows, have] = blocks
         self.capacity[positions] += counts * self.block_size
 
-    def blocks_of(self, position: int) -> Int32:
-        """Its blocks in sequence order: int32 view."""
-        return self.block_tables[self.row[position], : self.capacity[position] // self.block_size]
+    def blocks_of(self, position: int) -> list[int]:
+        """Its blocks in sequence order."""
+        blocks: list[int] = self.block_tables[self.row[position], : self.capacity[position] // self.block_size].tolist()
+        return blocks
 
     def known(self, position: int) -> Int32:
         """Its known tokens: int32 view."""
@@ -139,6 +138,7 @@ class SequenceTable:
         ids = self.request_ids.copy()
         for position in gone:
             row = int(self.row[position])
+            self.sampling.left(row)
             if last_step is None:
                 self._free_rows.append(row)
             else:

@@ -40,6 +40,7 @@ from protocol.messages import (
     ReplicaStatus,
     RequestKey,
     RouterStatus,
+    TokenLogprobs,
 )
 from protocol.router_link import LinkConfig, RouterLink, Rows
 from protocol.timeline import Timeline
@@ -207,6 +208,7 @@ class PrefillService:
             offsets=committed.offsets,
             counts=committed.counts,
             token_ids=committed.token_ids,
+            logprobs=tuple(committed.logprobs),
         )
         self._link.flush(rows)
 
@@ -324,7 +326,7 @@ class PrefillService:
         self.timers.cancel(("deadline", request.key))
         self._link.stages(request.key, request.slot, entry.timeline.close(), entry.num_cached_tokens)
         if done.finish_reason is None:
-            self._offer(entry, done.block_ids, len(request.prompt_token_ids), done.first_token_id)
+            self._offer(entry, done.block_ids, len(request.prompt_token_ids), done.first_token_id, done.first_logprobs)
             self._move(entry, PrefillEvent.LAST_CHUNK, PrefillState.LEASED)
             self.timers.set(("lease", request.key), self._clock() + self._config.lease_s)
             return
@@ -334,7 +336,14 @@ class PrefillService:
         else:
             self._forget(entry, PrefillEvent.LAST_CHUNK)
 
-    def _offer(self, entry: Prefill, block_ids: list[int], num_ready: int, first_token_id: int | None = None) -> None:
+    def _offer(
+        self,
+        entry: Prefill,
+        block_ids: list[int],
+        num_ready: int,
+        first_token_id: int | None = None,
+        first_logprobs: TokenLogprobs | None = None,
+    ) -> None:
         """Writes the word once, then sends a handoff. The blocks' bytes are in memory: their step has been committed."""
         if not entry.lease_id:
             slot = self._leases.allocate()
@@ -354,6 +363,7 @@ class PrefillService:
             num_ready_tokens=num_ready,
             final=entry.final_sent,
             first_token_id=first_token_id,
+            first_logprobs=first_logprobs,
             layout_fingerprint=self._hello.layout_fingerprint,
         )
         self.outbox.append((entry.peer, handoff))

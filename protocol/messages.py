@@ -55,14 +55,36 @@ class RequestKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen and when the answer ends."""
+    """How tokens are chosen and when the answer ends. Names and meaning follow vLLM; the defaults choose the likeliest token."""
 
     temperature: float = 0.0
+    top_k: int = 0
+    """Only the so many likeliest tokens; 0 or -1: all."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    """Like `frequency_penalty` for tokens of the answer; `repetition_penalty` for those of the prompt too."""
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, added to its logit)."""
+    min_tokens: int = 0
+    """Tokens of the whole answer before which no end-of-sequence and no stop token is chosen."""
+    logprobs: int | None = None
+    """How many of the likeliest tokens are reported beside the chosen one; None: not even that one's."""
     seed: int | None = None
     """The router draws a missing one, so that every attempt of a request uses the same."""
     stop_token_ids: tuple[int, ...] = ()
     """End the answer, and are part of it. The model's end-of-sequence ids are added by the engine unless `ignore_eos`."""
     ignore_eos: bool = False
+
+
+class TokenLogprobs(NamedTuple):
+    """Natural logarithms of the model's own probabilities, before penalties, temperature and filters. `top`: likeliest first."""
+
+    chosen: float
+    top_token_ids: tuple[int, ...] = ()
+    top: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +126,8 @@ class KVHandoff:
     final: bool
     first_token_id: int | None
     layout_fingerprint: bytes
+    first_logprobs: TokenLogprobs | None = None
+    """Of the first token, if the request asked: decode repeats both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,12 +173,21 @@ class StageSeconds(NamedTuple):
     num_cached_tokens: int = 0
 
 
+class Logprobs(NamedTuple):
+    """Of the token with index `offset` in the whole answer."""
+
+    slot: int
+    attempt: int
+    offset: int
+    values: TokenLogprobs
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTokens:
     """P, D -> R: one row per request that got tokens in this step (or ended).
 
     `slots`, `attempts`, `offsets`, `counts`: [num_rows]; row i owns the next `counts[i]` entries of `token_ids` and its first token
-    has index `offsets[i]` in the whole answer. `ends` may name slots without a row.
+    has index `offsets[i]` in the whole answer. `ends` may name slots without a row. `logprobs`: of every token of the requests that asked.
     """
 
     router_epoch: int
@@ -165,6 +198,7 @@ class StepTokens:
     token_ids: Int32
     ends: tuple[End, ...] = ()
     stages: tuple[StageSeconds, ...] = ()
+    logprobs: tuple[Logprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +206,8 @@ class ReplicaStatus:
     """P, D -> R: liveness and load only; no request changes state because of a number in here.
 
     `counters` and `distributions` are cumulative within the epoch; of the free blocks `num_cached_blocks` hold content that can be hit,
-    `num_held_blocks` are neither free nor owned: a step in flight may touch them. `transport`: how KV comes here, "" where none does.
+    `num_held_blocks` are neither free nor owned: a step in flight may touch them. `thrash_ratio`: tokens computed again after
+    preemptions per token generated, over the engine's window. `transport`: how KV comes here, "" where none does.
     `hashes_added`/`hashes_removed`: prefix-cache changes since the status before.
     """
 
@@ -186,6 +221,7 @@ class ReplicaStatus:
     num_free_blocks: int
     num_cached_blocks: int = 0
     num_held_blocks: int = 0
+    thrash_ratio: float = 0.0
     transport: str = ""
     counters: dict[str, float] = field(default_factory=dict)
     distributions: dict[str, Distribution] = field(default_factory=dict)

@@ -16,6 +16,7 @@ from protocol.messages import (
     FinishReason,
     Int32,
     Int64,
+    Logprobs,
     Message,
     ReplicaStatus,
     RequestKey,
@@ -35,6 +36,7 @@ class Rows:
     offsets: Int32 = field(default_factory=lambda: _NO_ROWS)
     counts: Int32 = field(default_factory=lambda: _NO_ROWS)
     token_ids: Int32 = field(default_factory=lambda: _NO_ROWS)
+    logprobs: tuple[Logprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +116,7 @@ class RouterLink:
             token_ids=rows.token_ids,
             ends=tuple(self._ends),
             stages=tuple(self._stages),
+            logprobs=rows.logprobs,
         )
         self._ends.clear()
         self._stages.clear()

@@ -1,6 +1,7 @@
 """The router's knobs."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from protocol.errors import ConfigError
 
@@ -17,6 +18,12 @@ class RouterConfig:
     """Interface on which Prometheus finds the whole deployment's metrics."""
     metrics_port: int = 9464
     """0: the system chooses a free one."""
+    policy: Literal["round_robin", "least_loaded", "prefix_aware"] = "least_loaded"
+    """How a replica of each pool is chosen."""
+    disaggregation: Literal["auto", "strict", "off"] = "auto"
+    """auto: a decode engine serves alone while no prefill engine can. strict: such requests wait or are refused. off: always alone."""
+    min_disaggregated_tokens: int = 0
+    """Prompts of which the decode engine lacks fewer tokens than this are computed there."""
     max_message_bytes: int = 4 * 1024 * 1024
     """Largest request; a larger one is refused before it is parsed."""
     max_queue: int = 1024
@@ -44,6 +51,8 @@ class RouterConfig:
         for name in ("grpc_port", "metrics_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ConfigError(f"{name}: {getattr(self, name)} is not in [0, 65535]")
+        if self.min_disaggregated_tokens < 0:
+            raise ConfigError(f"min_disaggregated_tokens: {self.min_disaggregated_tokens} is below 0")
         for name in ("max_message_bytes", "max_queue", "max_attempts", "max_buffered_tokens", "tokenizer_threads"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: {getattr(self, name)} is below 1")

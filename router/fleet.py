@@ -7,7 +7,7 @@ from protocol.clock import Clock
 from protocol.messages import Address, Drain, Envelope, Hello, Message, PeerUp, ReplicaStatus, RouterStatus
 from router.admission import Limits
 from router.metrics_totals import ReplicaTotals
-from router.policy import Replica
+from router.policy import Ask, Load, Replica
 
 
 class Fleet:
@@ -76,9 +76,12 @@ class Fleet:
         replica = self._replicas.get(envelope.sender)
         if replica is None:
             return
-        replica.status, replica.heard_at = cast(ReplicaStatus, envelope.message), self._clock()
+        status = cast(ReplicaStatus, envelope.message)
+        replica.status, replica.heard_at, replica.num_blocks_since_status = status, self._clock(), 0
+        replica.hashes.update(status.hashes_added)
+        replica.hashes.difference_update(status.hashes_removed)
         if replica.state == "suspected":
-            replica.state = "draining" if replica.status.state == "draining" else "up"
+            replica.state = "draining" if status.state == "draining" else "up"
 
     def suspect(self, address: Address) -> None:
         if address in self._replicas:
@@ -97,14 +100,28 @@ class Fleet:
             self._replicas[address].state = "draining"
             self._outbox.append((address, Drain(deadline_s=deadline_s)))
 
-    def raise_in_flight(self, address: Address) -> None:
-        self._replicas[address].in_flight += 1
+    def load(self, address: Address, load: Load) -> None:
+        """An attempt was dispatched there."""
+        replica = self._replicas[address]
+        replica.in_flight += 1
+        replica.num_dispatched += 1
+        replica.num_prompt_tokens += load.num_prompt_tokens
+        replica.num_blocks += load.num_blocks
+        replica.num_blocks_since_status += load.num_blocks
 
-    def lower_in_flight(self, address: Address) -> None:
-        """No-op for a replica that is down: its counter went with it."""
+    def unload(self, address: Address, load: Load) -> None:
+        """It is over. No-op for a replica that is down: its counters went with it."""
         replica = self._replicas.get(address)
         if replica is not None:
             replica.in_flight -= 1
+            replica.num_prompt_tokens -= load.num_prompt_tokens
+            replica.num_blocks -= load.num_blocks
+            replica.num_blocks_since_status = max(0, replica.num_blocks_since_status - load.num_blocks)
+
+    def load_of(self, address: Address, ask: Ask) -> Load:
+        """What an attempt weighs in this engine."""
+        replica = self._replicas[address]
+        return Load(ask.num_uncached(replica) if replica.hello.role == "prefill" else 0, ask.num_blocks(replica))
 
     def send_status(self, router_epoch: int, seq: int, to: Address | None = None) -> None:
         """To one engine, or to all that were started."""

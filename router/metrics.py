@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 
 from protocol.histogram import Distribution
 from router.frontdoor import FrontDoor
+from router.metrics_totals import ReplicaTotals
 from router.policy import Replica
 from router.router import Router
 
@@ -23,7 +24,19 @@ ENGINE = ("pool", "replica")
 
 Sample = tuple[tuple[str, ...], float | Distribution]
 """Label values after `model_name`, and the value."""
-Reader = Callable[[Router, FrontDoor], Iterable[Sample]]
+
+
+class Now(NamedTuple):
+    """What one scrape reads."""
+
+    core: Router
+    door: FrontDoor
+    replicas: list[Replica]
+    totals: dict[str, ReplicaTotals]
+    """By replica id, over all its lives."""
+
+
+Reader = Callable[[Now], Iterable[Sample]]
 
 
 class Metric(NamedTuple):
@@ -41,15 +54,15 @@ class Metric(NamedTuple):
 def _router(*keys: str) -> Reader:
     """Counters of the router's core. Several: `prefix_value`, each under its value."""
     labels = [(key.split("_", 1)[1],) if len(keys) > 1 else () for key in keys]
-    return lambda core, door: [(label, core.counters[key]) for label, key in zip(labels, keys, strict=True)]
+    return lambda now: [(label, now.core.counters[key]) for label, key in zip(labels, keys, strict=True)]
 
 
 def _engines(key: str | None = None, *, transport: bool = False, **by_value: str) -> Reader:
     """A counter of every engine that keeps it; or several, each under the label value that is its keyword."""
     keys = {(): key} if key else {(value,): name for value, name in by_value.items()}
 
-    def read(core: Router, door: FrontDoor) -> Iterator[Sample]:
-        for replica_id, totals in core.totals().items():
+    def read(now: Now) -> Iterator[Sample]:
+        for replica_id, totals in now.totals.items():
             labels = (totals.role, replica_id, *([totals.transport] if transport else []))
             yield from ((labels + value, totals.counters[name]) for value, name in keys.items() if name in totals.counters)
 
@@ -57,8 +70,8 @@ def _engines(key: str | None = None, *, transport: bool = False, **by_value: str
 
 
 def _distributions(key: str) -> Reader:
-    def read(core: Router, door: FrontDoor) -> Iterator[Sample]:
-        for replica_id, totals in core.totals().items():
+    def read(now: Now) -> Iterator[Sample]:
+        for replica_id, totals in now.totals.items():
             if key in totals.distributions:
                 yield (totals.role, replica_id), totals.distributions[key]
 
@@ -67,12 +80,12 @@ def _distributions(key: str) -> Reader:
 
 def _replicas(value: Callable[[Replica], float]) -> Reader:
     """A gauge of every engine that is there."""
-    return lambda core, door: [((r.hello.role, r.address.replica_id), value(r)) for r in core.replicas()]
+    return lambda now: [((r.hello.role, r.address.replica_id), value(r)) for r in now.replicas]
 
 
-def _waiting(core: Router, door: FrontDoor) -> Iterator[Sample]:
-    yield ("router", "router", "engines_full"), core.num_queued
-    for replica in core.replicas():
+def _waiting(now: Now) -> Iterator[Sample]:
+    yield ("router", "router", "engines_full"), now.core.num_queued
+    for replica in now.replicas:
         status = replica.status
         if status is None:
             continue
@@ -85,8 +98,8 @@ def _waiting(core: Router, door: FrontDoor) -> Iterator[Sample]:
             yield (replica.hello.role, replica.address.replica_id, reason), number
 
 
-def _blocks(core: Router, door: FrontDoor) -> Iterator[Sample]:
-    for replica in core.replicas():
+def _blocks(now: Now) -> Iterator[Sample]:
+    for replica in now.replicas:
         status = replica.status
         if status is None:
             continue
@@ -100,11 +113,11 @@ def _blocks(core: Router, door: FrontDoor) -> Iterator[Sample]:
             yield (replica.hello.role, replica.address.replica_id, state), number
 
 
-def _states(core: Router, door: FrontDoor) -> Iterator[Sample]:
-    pools = {totals.role for totals in core.totals().values()} | {replica.hello.role for replica in core.replicas()} | {"decode"}
+def _states(now: Now) -> Iterator[Sample]:
+    pools = {totals.role for totals in now.totals.values()} | {replica.hello.role for replica in now.replicas} | {"decode"}
     for pool in sorted(pools):
         for state in ("up", "suspected", "draining"):
-            yield (pool, state), sum(r.hello.role == pool and r.state == state for r in core.replicas())
+            yield (pool, state), sum(r.hello.role == pool and r.state == state for r in now.replicas)
 
 
 # ---- the table
@@ -117,7 +130,7 @@ METRICS = (
         "counter",
         "Requests refused before they were accepted.",
         ("reason",),
-        lambda core, door: [((reason,), count) for reason, count in door.totals.refusals.items()],
+        lambda now: [((reason,), count) for reason, count in now.door.totals.refusals.items()],
     ),
     Metric(
         "requests_ended",
@@ -145,7 +158,7 @@ METRICS = (
         "gauge",
         "How long the oldest request in the router's queue has waited there.",
         (),
-        lambda core, door: [((), core.oldest_queued_s)],
+        lambda now: [((), now.core.oldest_queued_s)],
     ),
     Metric("requests_in_flight", "gauge", "Attempts dispatched to an engine that are not over.", ENGINE, _replicas(lambda r: r.in_flight)),
     Metric(
@@ -153,28 +166,28 @@ METRICS = (
         "histogram",
         "From the arrival of a call to its first token.",
         (),
-        lambda core, door: [((), door.totals.first_token.now)],
+        lambda now: [((), now.door.totals.first_token.now)],
     ),
     Metric(
         "inter_token_seconds",
         "histogram",
         "Between two tokens of an answer, as they reach the router; tokens of one step are 0 apart.",
         (),
-        lambda core, door: [((), core.inter_token.now)],
+        lambda now: [((), now.core.inter_token.now)],
     ),
     Metric(
         "request_seconds",
         "histogram",
         "From the arrival of a call to the end of its answer; finished requests.",
         (),
-        lambda core, door: [((), door.totals.total.now)],
+        lambda now: [((), now.door.totals.total.now)],
     ),
     Metric(
         "request_stage_seconds",
         "histogram",
         "Parts of request_seconds; they add up to it.",
         ("stage",),
-        lambda core, door: [((stage,), histogram.now) for stage, histogram in door.totals.stages.items()],
+        lambda now: [((stage,), histogram.now) for stage, histogram in now.door.totals.stages.items()],
     ),
     # engines
     Metric("replicas", "gauge", "Engines that have greeted the router.", ("pool", "state"), _states),
@@ -200,6 +213,13 @@ METRICS = (
         "Tokens computed again after a preemption.",
         ENGINE,
         _engines("recomputed_tokens"),
+    ),
+    Metric(
+        "thrash_ratio",
+        "gauge",
+        "Recomputed tokens per generated one over the engine's thrash_window_s; past thrash_limit it admits nobody.",
+        ENGINE,
+        _replicas(lambda r: r.status.thrash_ratio if r.status else 0.0),
     ),
     Metric("generated_tokens", "counter", "Answer tokens sampled here.", ENGINE, _engines("generated_tokens")),
     Metric(
@@ -257,7 +277,8 @@ class RouterCollector(Collector):
         self._core, self._door = core, door
 
     def collect(self) -> list[Family]:
-        return [_family(metric, metric.read(self._core, self._door), self._door.model.name) for metric in METRICS]
+        now = Now(self._core, self._door, list(self._core.replicas()), self._core.totals())
+        return [_family(metric, metric.read(now), self._door.model.name) for metric in METRICS]
 
 
 def _family(metric: Metric, samples: Iterable[Sample], model_name: str) -> Family:

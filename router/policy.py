@@ -1,29 +1,84 @@
-"""Which engines serve the next request: pure functions over what the router knows. All or nothing: a pair, one alone, or None (wait)."""
+"""Which engines serve the next request: pure functions over what the router knows. All or nothing: a pair, one alone, or None (wait).
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+`pick` gates and pairs; a `Choose` ranks the candidates of one pool. Statuses may be old: `STALE_STATUS_S` is the rule for that.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from protocol.messages import Address, Hello, ReplicaStatus
 
 DISPATCH_AHEAD = 8
 """Requests an engine is given beyond its seats, so that it never runs dry between two messages; all others wait in the router."""
+STALE_STATUS_S = 3.0
+"""An older status counts for nothing: then a replica is as full as what the router itself has in flight there."""
 
 
 @dataclass(slots=True)
 class Replica:
-    """One engine as the router sees it. `in_flight`: attempts dispatched to it that are not over."""
+    """One engine as the router sees it. What the router dispatched itself is always current; `status` is as old as `heard_at` says."""
 
     address: Address
     hello: Hello
     heard_at: float
     state: Literal["up", "suspected", "draining"] = "up"
     in_flight: int = 0
+    """Attempts dispatched to it that are not over."""
+    num_dispatched: int = 0
+    """In all its life."""
+    num_prompt_tokens: int = 0
+    """Uncached prompt tokens of the attempts in flight, waiting and running."""
+    num_blocks: int = 0
+    """Blocks that the attempts in flight may come to hold."""
+    num_blocks_since_status: int = 0
+    """Of those, the ones dispatched after the last status."""
     status: ReplicaStatus | None = None
+    hashes: set[bytes] = field(default_factory=set)
+    """Block hashes in its prefix cache, as its statuses tell."""
 
     @property
     def has_room(self) -> bool:
         return self.state == "up" and self.in_flight < self.hello.max_num_seqs + DISPATCH_AHEAD
+
+    def num_used_blocks(self, now: float) -> int:
+        if self.status is None or now - self.heard_at > STALE_STATUS_S:
+            return self.num_blocks
+        return self.hello.num_blocks - 1 - self.status.num_free_blocks + self.num_blocks_since_status
+
+    def num_cached(self, hashes: Sequence[bytes]) -> int:
+        """Leading blocks of a chain that its cache is said to hold."""
+        for index, block_hash in enumerate(hashes):
+            if block_hash not in self.hashes:
+                return index
+        return len(hashes)
+
+
+class Ask(NamedTuple):
+    """What is to be placed. `hashes`: of the full blocks of its known tokens; empty where no rule looks at them."""
+
+    num_tokens: int
+    max_tokens: int
+    hashes: Sequence[bytes]
+    now: float
+
+    def num_blocks(self, replica: Replica) -> int:
+        """Blocks it may come to hold in a decode engine."""
+        return -(-(self.num_tokens + self.max_tokens - 1) // replica.hello.block_size)
+
+    def num_uncached(self, replica: Replica) -> int:
+        """Tokens whose KV this engine does not have; at least the last one is always computed."""
+        return max(1, self.num_tokens - replica.num_cached(self.hashes) * replica.hello.block_size)
+
+
+class Load(NamedTuple):
+    """What one attempt in flight weighs in one engine, from dispatch to its end."""
+
+    num_prompt_tokens: int
+    num_blocks: int
+
+
+NO_LOAD = Load(0, 0)
 
 
 class Pick(NamedTuple):
@@ -31,14 +86,59 @@ class Pick(NamedTuple):
     decode: Address
 
 
-def least_in_flight(prefill: Iterable[Replica], decode: Iterable[Replica], *, num_prompt_tokens: int) -> Pick | None:
-    """The least busy of each pool. Without any live prefill engine (or none that can hold the prompt) a decode engine serves alone."""
-    able = [r for r in prefill if r.state == "up" and (r.hello.num_blocks - 1) * r.hello.block_size >= num_prompt_tokens]
+Choose = Callable[[Sequence[Replica], Ask], Replica]
+"""Takes one of at least one candidate of the same pool."""
+
+
+def round_robin(candidates: Sequence[Replica], ask: Ask) -> Replica:
+    """Everybody in turn: who was given the fewest so far."""
+    return min(candidates, key=lambda r: (r.num_dispatched, r.address))
+
+
+def least_loaded(candidates: Sequence[Replica], ask: Ask) -> Replica:
+    """Prefill: fewest uncached prompt tokens waiting and running. Decode: smallest share of its KV blocks in use."""
+
+    def load(replica: Replica) -> float:
+        if replica.hello.role == "prefill":
+            return replica.num_prompt_tokens
+        return replica.num_used_blocks(ask.now) / replica.hello.num_blocks
+
+    return min(candidates, key=lambda r: (load(r), r.in_flight, r.address))
+
+
+def prefix_aware(candidates: Sequence[Replica], ask: Ask) -> Replica:
+    """As `least_loaded`, with this request's own cost added: a cached prefix weighs as much as the work or room it saves."""
+
+    def cost(replica: Replica) -> float:
+        if replica.hello.role == "prefill":
+            return replica.num_prompt_tokens + ask.num_uncached(replica)
+        num_new = ask.num_blocks(replica) - replica.num_cached(ask.hashes)
+        return (replica.num_used_blocks(ask.now) + num_new) / replica.hello.num_blocks
+
+    return min(candidates, key=lambda r: (cost(r), r.in_flight, r.address))
+
+
+POLICIES: dict[str, Choose] = {"round_robin": round_robin, "least_loaded": least_loaded, "prefix_aware": prefix_aware}
+
+
+def pick(
+    choose: Choose,
+    prefill: Sequence[Replica],
+    decode: Sequence[Replica],
+    ask: Ask,
+    *,
+    disaggregation: Literal["auto", "strict", "off"],
+    min_disaggregated_tokens: int,
+) -> Pick | None:
+    """A decode engine serves alone when the prompt it lacks is short, or (not in strict) when no live prefill engine can hold it."""
     free_decode = [r for r in decode if r.has_room]
-    free_prefill = [r for r in able if r.has_room]
-    if not free_decode or (able and not free_prefill):
+    if not free_decode:
         return None
-    chosen = min(free_decode, key=lambda r: (r.in_flight, r.address))
-    if not able:
+    chosen = choose(free_decode, ask)
+    if disaggregation == "off" or ask.num_uncached(chosen) < min_disaggregated_tokens:
         return Pick(None, chosen.address)
-    return Pick(min(free_prefill, key=lambda r: (r.in_flight, r.address)).address, chosen.address)
+    able = [r for r in prefill if r.state == "up" and (r.hello.num_blocks - 1) * r.hello.block_size >= ask.num_tokens]
+    if not able and disaggregation == "auto":
+        return Pick(None, chosen.address)
+    free_prefill = [r for r in able if r.has_room]
+    return Pick(choose(free_prefill, ask).address, chosen.address) if free_prefill else None

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from protocol.errors import RequestError
 from protocol.messages import Address, FinishReason, Int32, RequestKey
 from router.admission import ClientRequest
+from router.policy import NO_LOAD, Load
 
 
 class Usage(NamedTuple):
@@ -43,11 +44,16 @@ class Open:
     since: float
     """When it was queued or dispatched last."""
     key: RequestKey | None = None
+    hashes: list[bytes] | None = None
+    """Of the full blocks of its prompt; None until a policy wants them."""
     attempt: int = 0
     num_failures: int = 0
     prefill: Address | None = None
     """None when decode serves alone, or has taken over from an engine that died."""
     decode: Address | None = None
+    prefill_load: Load = NO_LOAD
+    decode_load: Load = NO_LOAD
+    """As booked at dispatch, so that the same is taken off at the end."""
     split: bool = False
     """This attempt was given to a prefill engine too."""
     decode_seen: bool = False

@@ -15,6 +15,7 @@ from typing import cast
 
 import numpy as np
 
+from protocol.block_hash import chain_hashes, root_hash
 from protocol.clock import Clock
 from protocol.errors import DeadlineExceeded, Draining, InvalidRequest, ProtocolError, RequestCancelled, RequestError, RequestFailed
 from protocol.histogram import SECONDS, Histogram
@@ -39,7 +40,7 @@ from router.admission import ClientRequest, WaitingLine
 from router.config import RouterConfig
 from router.fleet import Fleet
 from router.metrics_totals import ENDS, ReplicaTotals
-from router.policy import Pick, Replica, least_in_flight
+from router.policy import POLICIES, Ask, Pick, Replica, pick
 from router.request import Ended, Open, Tokens, Usage
 
 
@@ -97,6 +98,8 @@ class Router:
         if request.request_id in self._slots:
             raise InvalidRequest("request_id", request.request_id, "already in use")
         max_tokens = self._fleet.limits.check(request)
+        if self._config.disaggregation == "strict":
+            self._check_strict(len(request.prompt_token_ids) + max_tokens - 1)
         self._line.check_room()
         now = self._clock()
         if request.sampling.seed is None:
@@ -111,6 +114,14 @@ class Router:
         if request.deadline_s is not None:
             self._timers.set(slot, now + request.deadline_s)
         self._dispatch()
+
+    def _check_strict(self, num_tokens: int) -> None:
+        """No silent fallback: without a prefill engine that is up and can hold even the last retry of a request, it is refused."""
+        rooms = [(r.hello.num_blocks - 1) * r.hello.block_size for r in self._fleet.pool("prefill") if r.state == "up"]
+        if not rooms:
+            raise RequestFailed("disaggregation is strict and no prefill engine is up")
+        if num_tokens > max(rooms):
+            raise InvalidRequest("prompt", f"{num_tokens} tokens with its answer", f"the prefill engines' KV pools hold {max(rooms)} tokens")
 
     def cancel(self, request_id: str) -> None:
         """The client is gone. Unknown or closed requests are fine."""
@@ -275,7 +286,7 @@ class Router:
         if sender == entry.decode and not entry.decode_seen:
             entry.decode_seen = True
             if entry.prefill is not None:
-                self._fleet.lower_in_flight(entry.prefill)
+                self._fleet.unload(entry.prefill, entry.prefill_load)
         new = token_ids[num_delivered - offset :]
         self.counters["repeated_tokens"] += len(token_ids) - len(new)
         if len(new):
@@ -308,20 +319,38 @@ class Router:
         """Gives engines to the head of the line as long as the policy finds some. The head that finds none stops the line."""
         while (slot := self._line.head()) is not None:
             entry = self._open[slot]
-            num_known = len(entry.request.prompt_token_ids) + len(entry.delivered)
-            pick = least_in_flight(self._fleet.pool("prefill"), self._fleet.pool("decode"), num_prompt_tokens=num_known)
-            if pick is None:
+            ask = self._ask(entry)
+            chosen = pick(
+                POLICIES[self._config.policy],
+                self._fleet.pool("prefill"),
+                self._fleet.pool("decode"),
+                ask,
+                disaggregation=self._config.disaggregation,
+                min_disaggregated_tokens=self._config.min_disaggregated_tokens,
+            )
+            if chosen is None:
                 return
             self._line.remove(slot)
-            self._start_attempt(entry, pick)
+            self._start_attempt(entry, chosen, ask)
 
-    def _start_attempt(self, entry: Open, pick: Pick) -> None:
+    def _ask(self, entry: Open) -> Ask:
+        """What the policies know of a request; its hashes, of the prompt alone, are computed once, and only if a policy looks at them."""
+        if entry.hashes is None and (self._config.policy == "prefix_aware" or self._config.min_disaggregated_tokens):
+            hello = next((replica.hello for replica in self._fleet), None)
+            if hello is not None:
+                root = root_hash(hello.layout_fingerprint, entry.request.cache_salt)
+                entry.hashes = chain_hashes(root, entry.request.prompt_token_ids, hello.block_size)
+        num_delivered = len(entry.delivered)
+        num_tokens = len(entry.request.prompt_token_ids) + num_delivered
+        return Ask(num_tokens, entry.max_tokens - num_delivered, entry.hashes or (), self._clock())
+
+    def _start_attempt(self, entry: Open, chosen: Pick, ask: Ask) -> None:
         now = self._clock()
         entry.spent("router_queue", now)
         entry.attempt += 1
         entry.key = RequestKey(self.address.epoch, entry.request.request_id, entry.attempt)
-        entry.prefill, entry.decode, entry.decode_seen = pick.prefill, pick.decode, False
-        entry.split = pick.prefill is not None
+        entry.prefill, entry.decode, entry.decode_seen = chosen.prefill, chosen.decode, False
+        entry.split = chosen.prefill is not None
         request = entry.request
         prompt = request.prompt_token_ids
         if entry.delivered:
@@ -329,8 +358,8 @@ class Router:
         message = GenerateRequest(
             key=entry.key,
             slot=entry.slot,
-            role="alone" if pick.prefill is None else "decode",
-            peer=pick.prefill,
+            role="alone" if chosen.prefill is None else "decode",
+            peer=chosen.prefill,
             prompt_token_ids=prompt,
             offset=len(entry.delivered),
             max_tokens=entry.max_tokens - len(entry.delivered),
@@ -339,21 +368,23 @@ class Router:
             deadline_s=None if request.deadline_s is None else max(0.0, entry.accepted_at + request.deadline_s - now),
             cache_salt=request.cache_salt,
         )
-        self.outbox.append((pick.decode, message))
-        self._fleet.raise_in_flight(pick.decode)
-        self.counters["alone" if pick.prefill is None else "disaggregated"] += 1
-        if pick.prefill is not None:
-            self.outbox.append((pick.prefill, replace(message, role="prefill", peer=pick.decode)))
-            self._fleet.raise_in_flight(pick.prefill)
+        self.outbox.append((chosen.decode, message))
+        entry.decode_load = self._fleet.load_of(chosen.decode, ask)
+        self._fleet.load(chosen.decode, entry.decode_load)
+        self.counters["alone" if chosen.prefill is None else "disaggregated"] += 1
+        if chosen.prefill is not None:
+            self.outbox.append((chosen.prefill, replace(message, role="prefill", peer=chosen.decode)))
+            entry.prefill_load = self._fleet.load_of(chosen.prefill, ask)
+            self._fleet.load(chosen.prefill, entry.prefill_load)
 
     def _leave_attempt(self, entry: Open) -> None:
         """The one way out of ACTIVE: both in-flight counters go down, what the attempt spent is booked."""
         if entry.key is None:
             return
         if entry.decode is not None:
-            self._fleet.lower_in_flight(entry.decode)
+            self._fleet.unload(entry.decode, entry.decode_load)
         if entry.prefill is not None and not entry.decode_seen:
-            self._fleet.lower_in_flight(entry.prefill)
+            self._fleet.unload(entry.prefill, entry.prefill_load)
         entry.key = entry.prefill = entry.decode = None
 
     def _requeue(self, entry: Open, *, front: bool) -> None:

@@ -113,9 +113,8 @@ def eos_token_ids(model_dir: Path) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         path = model_dir / name
         value = read_json(path).get("eos_token_id") if path.exists() else None
-        ids = [value] if isinstance(value, int) else value
-        if ids:
-            return tuple(sorted(set(ids)))
+        if value is not None:
+            return tuple(sorted({value} if isinstance(value, int) else set(value)))
     return ()
 
 

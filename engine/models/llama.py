@@ -1,9 +1,9 @@
 """Llama weights in memory: q/k/v and gate/up fused, bf16 linears packed for oneDNN where torch can.
 
-    h = embed[token]                                    [T, hidden]
-    per layer:  h += o(attention(rope(qkv(norm(h)))))   qkv: [T, (num_heads + 2 num_kv_heads) head_dim], order q, k, v
-                h += down(silu(gate) * up)              gate_up: [T, 2 intermediate], order gate, up
-    logits = lm_head(norm(h))                           [rows that sample, vocab]
+h = embed[token]                                    [T, hidden]
+per layer:  h += o(attention(rope(qkv(norm(h)))))   qkv: [T, (num_heads + 2 num_kv_heads) head_dim], order q, k, v
+            h += down(silu(gate) * up)              gate_up: [T, 2 intermediate], order gate, up
+logits = lm_head(norm(h))                           [rows that sample, vocab]
 """
 
 from collections.abc import Callable

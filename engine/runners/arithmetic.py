@@ -2,6 +2,7 @@
 
     kv[position] = (token_id + 1) * (position + 1)                     one int64 per token, in the paged cache
     next token   = S * 742938285 mod 2147483647 mod vocab_size         S = sum of kv over positions 0 .. last
+                   with a temperature above 0: S + seed * (i + 1)      i = index of the next token in the whole answer
 
 Example, vocab_size 32000, prompt [4, 2, 9]: kv = [5*1, 3*2, 10*3] = [5, 6, 30], S = 41, and the next token is 18627.
 It lands at position 3: kv[3] = 18628*4 = 74512, S = 74553, and the token after it is 26181.
@@ -16,7 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from engine.row_sampling import GREEDY_BELOW
 from engine.runner import Batch, StepOutput
+from protocol.messages import TokenLogprobs
 
 PRIME = 2**31 - 1
 MULTIPLIER = 742938285
@@ -38,21 +41,30 @@ def cache_view(blocks: npt.NDArray[np.uint8]) -> Int64:
     return blocks.view(np.int64).reshape(num_blocks, 2, block_bytes // 16)[:, 0]
 
 
-def expected_tokens(prompt: Iterable[int], num_tokens: int, vocab_size: int = VOCAB_SIZE) -> list[int]:
-    """The `num_tokens` tokens that a correct engine answers to `prompt`, computed without a cache."""
+def expected_tokens(prompt: Iterable[int], num_tokens: int, vocab_size: int = VOCAB_SIZE, *, seed: int = 0) -> list[int]:
+    """The `num_tokens` tokens that a correct engine answers to `prompt`, computed without a cache. `seed`: of a request with a temperature."""
     total = num_known = 0
     for num_known, token_id in enumerate(prompt, 1):
         total += (int(token_id) + 1) * num_known
     answer: list[int] = []
     while len(answer) < num_tokens:
-        answer.append(total * MULTIPLIER % PRIME % vocab_size)
+        answer.append((total + seed * (len(answer) + 1)) * MULTIPLIER % PRIME % vocab_size)
         num_known += 1
         total += (answer[-1] + 1) * num_known
     return answer
 
 
+def expected_logprobs(token_id: int, num_top: int, vocab_size: int = VOCAB_SIZE) -> TokenLogprobs:
+    """What the arithmetic runner says of a token it chose: -(token_id mod 8), and one less for each token id after it."""
+    chosen = -float(token_id % 8)
+    top_token_ids = tuple((token_id + rank) % vocab_size for rank in range(num_top))
+    return TokenLogprobs(chosen, top_token_ids, tuple(chosen - rank for rank in range(num_top)))
+
+
 class ArithmeticRunner:
-    """Runs the arithmetic model over a paged cache, int64 [num_blocks, block_size]; strides are free. Temperatures change nothing.
+    """Runs the arithmetic model over a paged cache, int64 [num_blocks, block_size]; strides are free.
+
+    Of the sampling parameters it heeds temperature (0 or not) and seed. Logprobs it invents: `expected_logprobs`.
 
     `step_seconds`: what a step is said to have taken; without it `StepOutput.seconds` stays 0.
     """
@@ -78,7 +90,7 @@ class ArithmeticRunner:
             self._last = np.resize(self._last, len(batch.token_ids))
         self._last[batch.rows[chosen]] = targets[np.arange(len(chosen)), num_accepted]
         seconds = self._step_seconds(batch) if self._step_seconds else 0.0
-        return StepOutput(token_ids=token_ids, counts=counts, seconds=seconds)
+        return StepOutput(token_ids=token_ids, counts=counts, seconds=seconds, logprobs=self._logprobs(batch, token_ids, counts))
 
     def _write(self, batch: Batch) -> None:
         """Puts the KV of every scheduled token into its sequence's blocks."""
@@ -110,8 +122,21 @@ class ArithmeticRunner:
             positions = num_known[:, None] + np.arange(most)
             positions = np.minimum(positions, positions[:, :1] + num_drafts[:, None] - 1)  # past a row's drafts: any of its own
             sums = np.hstack([sums, sums + np.cumsum(self._cache[self._slots(batch, rows[:, None], positions)], axis=1)])
+        if batch.sampling is not None:
+            indices = batch.sampling.answer_bases[rows][:, None] + num_known[:, None] + np.arange(sums.shape[1])
+            seeds = np.where(batch.sampling.temperatures[rows] >= GREEDY_BELOW, batch.sampling.seeds[rows] % PRIME, 0).astype(np.int64)
+            sums = sums % PRIME + seeds[:, None] * (indices + 1) % PRIME
         targets: Int64 = sums % PRIME * MULTIPLIER % PRIME % self._vocab_size
         return targets
+
+    def _logprobs(self, batch: Batch, token_ids: Int32, counts: Int32) -> dict[int, list[TokenLogprobs]]:
+        if batch.sampling is None:
+            return {}
+        num_top = batch.sampling.num_logprobs[batch.rows]
+        return {
+            index: [expected_logprobs(token_id, int(num_top[index]), self._vocab_size) for token_id in token_ids[index, : counts[index]].tolist()]
+            for index in np.flatnonzero((num_top >= 0) & (counts > 0)).tolist()
+        }
 
     def _num_accepted(self, batch: Batch, chosen: Int64, num_drafts: Int32, targets: Int64) -> Int64:
         """How many drafts of each chosen sequence the model would have said itself, up to the first that it would not."""

@@ -211,9 +211,7 @@ def make_attention(head_dim: int, group: int, block_size: int, bf16: bool) -> Ca
                 store(out, t, (head * G + g) * D + d, acc[g, d] * inverse)
 
     @register_jitable
-    def attend_tile(
-        t0: int, num: int, head: int, table: Any, position: int, q: Any, out: Any, cache: Any, layer: int, work: Any
-    ) -> None:
+    def attend_tile(t0: int, num: int, head: int, table: Any, position: int, q: Any, out: Any, cache: Any, layer: int, work: Any) -> None:
         """Tokens t0 .. t0 + num - 1, the first at `position`, causal: K and V tiles widened to float32 once for all rows."""
         scores, acc, peak, total, queries, keys_t, values = scratch(work)
         rows = num * G
@@ -284,8 +282,8 @@ def make_attention(head_dim: int, group: int, block_size: int, bf16: bool) -> Ca
     ) -> None:  # fmt: skip
         """qkv [T, (num_heads + 2 num_kv_heads) D] in; q [T, num_heads D] float32 scratch; out [T, num_heads D].
 
-        items [num_items, 5]: first token, number of tokens, its position, sequence, KV head; bin i works on items bins[i] .. bins[i + 1] - 1
-        with scratch row i of `work`.
+        items [num_items, 5]: first token, number of tokens, its position, sequence, KV head. Bin i works on items
+        bins[i] .. bins[i + 1] - 1 with scratch row i of `work`.
         """
         num_tokens = qkv.shape[0]
         if num_tokens < 8:

@@ -2,6 +2,7 @@
 
 import fcntl
 import hashlib
+import importlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from engine.cache_dir import cache_dir
 
 def _omp_available() -> bool:
     try:
-        from numba.np.ufunc import omppool  # noqa: F401
+        importlib.import_module("numba.np.ufunc.omppool")
     except ImportError:
         return False
     return True

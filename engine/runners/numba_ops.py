@@ -7,8 +7,11 @@ import torch
 
 from engine.models.llama import LlamaModel
 from engine.runners import cpu_kernels
+from engine.runners.cpu_kernels import supports
 from engine.runners.kernel_cache import one_compiles
 from engine.runners.step_plan import StepPlan
+
+__all__ = ["NumbaOps", "supports", "work_items"]
 
 Array = npt.NDArray[np.generic]
 Int64 = npt.NDArray[np.int64]

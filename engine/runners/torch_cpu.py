@@ -3,7 +3,7 @@
 1. `plan_step` lays the batch flat: T tokens of B sequences, prompt chunks and decodes alike.
 2. Each layer computes all T tokens at once; attention writes K and V into the sequences' blocks, then reads them by block table.
 3. After the last layer's attention only the tokens that sample go on: the last of each sequence whose chunk ends it.
-4. The likeliest token of each becomes the step's output.
+4. One token is chosen for each (engine/sampling.py): the step's output.
 """
 
 import time
@@ -15,8 +15,9 @@ from engine.models.llama import LlamaModel
 from engine.runner import Batch, StepOutput
 from engine.runners.cpu_ops import CPUOps, TorchOps
 from engine.runners.step_plan import StepPlan, plan_step
-from engine.sampling import greedy
+from engine.sampling import Contexts, choose, greedy
 from protocol.errors import CapacityError
+from protocol.messages import TokenLogprobs
 
 
 class TorchCPURunner:
@@ -43,9 +44,16 @@ class TorchCPURunner:
         counts = batch.sample.astype(np.int32)
         token_ids = np.zeros((len(counts), 1), dtype=np.int32)
         logits = self.forward(plan)
-        if logits is not None:
+        logprobs: dict[int, list[TokenLogprobs]] = {}
+        if logits is not None and batch.sampling is None:
             token_ids[plan.sampled, 0] = greedy(logits)
-        return StepOutput(token_ids=token_ids, counts=counts, seconds=time.perf_counter() - started)
+        elif logits is not None and batch.sampling is not None:
+            last = plan.token_ids[plan.sampled_tokens].astype(np.int32)
+            num_known = plan.contexts[plan.sampled].astype(np.int32)
+            chosen, reports = choose(logits, batch.sampling, Contexts(batch.rows[plan.sampled], num_known, batch.token_ids, last))
+            token_ids[plan.sampled, 0] = chosen
+            logprobs = {int(plan.sampled[index]): [report] for index, report in reports.items()}
+        return StepOutput(token_ids=token_ids, counts=counts, seconds=time.perf_counter() - started, logprobs=logprobs)
 
     def forward(self, plan: StepPlan) -> torch.Tensor | None:
         """Logits [S, vocab_size] of the sampled tokens in the model's dtype; None if nothing samples. Writes the plan's KV."""
@@ -67,9 +75,9 @@ class TorchCPURunner:
 
 
 def _make_ops(model: LlamaModel, cache: torch.Tensor, num_threads: int) -> CPUOps:
-    """Compiled kernels where numba is installed."""
+    """Compiled kernels where numba is installed and the shapes fill whole vectors, else plain torch."""
     try:
-        from engine.runners.numba_ops import NumbaOps
+        from engine.runners.numba_ops import NumbaOps, supports
     except ImportError:
         return TorchOps(model, cache)
-    return NumbaOps(model, cache, num_threads=num_threads)
+    return NumbaOps(model, cache, num_threads=num_threads) if supports(model.config.head_dim, cache.shape[4]) else TorchOps(model, cache)

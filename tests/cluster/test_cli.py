@@ -1,5 +1,6 @@
 """The commands around the deployment: stop signals, and what is offered where the server packages are absent."""
 
+import json
 import os
 import signal
 import subprocess
@@ -37,6 +38,28 @@ def test_while_starting_the_first_signal_interrupts(stop: StopRequest) -> None:
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGTERM)
     assert not stop.asked
+
+
+def run(*args: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, "-m", "twopass", *args], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_replay_writes_and_shows_the_steps(tmp_path: Path) -> None:
+    recorded = ROOT / "tests" / "data" / "scheduler" / "t11_preempt_fcfs_cache.json"
+    out = tmp_path / "steps.json"
+    result = run("replay", str(recorded), "--out", str(out), "--pretty")
+    assert result.returncode == 0, result.stderr
+    assert len(json.loads(out.read_text())) == len(json.loads(recorded.read_text())["oracle"]["steps"])
+    assert result.stdout.startswith("step 0: ")
+
+
+@pytest.mark.parametrize(("text", "message"), [('{"a":', "not JSON"), ("{}", "not a trace: it has no requests")])
+def test_what_is_no_trace_is_said_in_one_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(text)
+    result = run("replay", str(path))
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert message in result.stderr
 
 
 def run_without_server(*args: str) -> "subprocess.CompletedProcess[str]":

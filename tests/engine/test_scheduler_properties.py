@@ -1,6 +1,7 @@
 """The scheduler under arbitrary loads: nobody's KV is touched by others, every answer is right, everything ends, nothing leaks."""
 
 from collections import Counter
+from typing import Literal
 
 import numpy as np
 from hypothesis import HealthCheck, Phase, settings
@@ -9,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.config import EngineConfig
 from engine.outcome import Committed, Reserved
+from engine.runner import Batch
 from engine.scheduler import Scheduler
 from engine.sequence import Request
 from protocol.errors import InvalidRequest
@@ -50,8 +52,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.unoffered: list[RequestKey] = []
         self.reserved: list[Reserved] = []
         self.owned_outside: list[list[int]] = []
-        self.batches: list = []
-        self.cut_short: set[RequestKey] = set()
+        self.batches: list[Batch] = []
         self.count = 0
 
     # ---- what people do
@@ -71,7 +72,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.count % 3 == 0:
             prompt[-1] = self.count % VOCAB_SIZE
         key = RequestKey(1, f"r{self.count}", 1)
-        kind = "local" if kv == "local" else "offer" if self.offers else "remote"
+        kind: Literal["local", "offer", "remote"] = "local" if kv == "local" else "offer" if self.offers else "remote"
         request = Request(
             key=key,
             slot=self.count,
@@ -89,8 +90,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         try:
             self.scheduler.add(request)
-        except InvalidRequest as refusal:
-            assert str(refusal.value) in str(refusal)
+        except InvalidRequest:
             return
         self.requests[key], self.received[key] = request, []
         self.model.answers[key], self.model.num_prompt[key] = answer, length
@@ -151,7 +151,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             if reserved.key in self.requests:
                 self.reserved.append(reserved)
         for key, _ in events.ended:
-            self.cut_short.add(key)
             self._check_answer(key, complete=False)
         if batch is None:
             return
@@ -234,12 +233,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         owners: Counter[int] = Counter()
         table = scheduler._state.table
         for position in range(len(table)):
-            owners.update(table.blocks_of(position).tolist())
+            owners.update(table.blocks_of(position))
         for sequence in scheduler._state.live.values():
             owners.update(sequence.blocks)
         for blocks in self.owned_outside:
             owners.update(blocks)
-        references = {block: count for block, count in enumerate(scheduler.blocks._references.tolist()) if count}
+        references = {block: count for block, count in enumerate(scheduler.blocks._references) if count}
         assert references == dict(owners)
         assert set(scheduler._state.live) == set(self.requests)
         assert scheduler.num_running <= self.config.max_num_seqs
@@ -248,6 +247,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Everything ends: with all handoffs made and all leases ended, no step without progress."""
         if not hasattr(self, "scheduler"):
             return
+        num_open = -1
         for _ in range(5000):
             self.every_reference_has_an_owner()
             while self.unoffered:
@@ -263,7 +263,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             elif not self.requests:
                 break
             else:
-                assert self.reserved or self.cut_short, "a step without progress"
+                assert self.reserved or len(self.requests) != num_open, "a step without progress"
+            num_open = len(self.requests)
         while self.owned_outside:
             self.end_lease(0)
         assert not self.requests
@@ -273,7 +274,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(
-    max_examples=300,
+    max_examples=500,
     stateful_step_count=40,
     deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],

@@ -59,6 +59,7 @@ class Measured(World):
                 num_free_blocks=num_free,
                 num_cached_blocks=20,
                 num_held_blocks=1,
+                thrash_ratio=0.5,
                 transport="shared_memory" if address == D else "",
                 counters=counters,
                 distributions={"step_seconds": histogram.now},
@@ -138,8 +139,17 @@ def test_the_queue_has_a_length_and_an_age() -> None:
 def test_blocks_add_up_to_the_pool() -> None:
     world = Measured()
     world.status(D)
-    states = {state: world.value("kv_blocks", pool="decode", replica="decode-0", state=state) for state in ("used", "held", "cached", "blank")}
+    states = {
+        state: world.value("kv_blocks", pool="decode", replica="decode-0", state=state) for state in ("used", "held", "cached", "blank")
+    }
     assert states == {"used": 8, "held": 1, "cached": 20, "blank": 70}  # of 99
+
+
+def test_an_engine_reports_how_much_it_thrashes() -> None:
+    world = Measured()
+    assert world.value("thrash_ratio", pool="decode", replica="decode-0") == 0
+    world.status(D)
+    assert world.value("thrash_ratio", pool="decode", replica="decode-0") == 0.5
 
 
 def test_counters_outlive_an_engine_and_gauges_do_not() -> None:
@@ -214,7 +224,9 @@ def test_stages_add_up_to_the_whole() -> None:
     asyncio.run(asyncio.wait_for(main(), 30))
     assert (world.value("time_to_first_token_seconds_count"), world.value("time_to_first_token_seconds_sum")) == (1, 1.0)
     assert (world.value("request_seconds_count"), world.value("request_seconds_sum")) == (1, 3.0)
-    stages = {dict(labels)["stage"]: value for (name, labels), value in world.samples().items() if name == PREFIX + "request_stage_seconds_sum"}
+    stages = {
+        dict(labels)["stage"]: value for (name, labels), value in world.samples().items() if name == PREFIX + "request_stage_seconds_sum"
+    }
     assert stages == {"tokenize": 0, "router_queue": 0, "prefill": 0.75, "decode": 1.5, "messages": 0.75, "deliver": 0}
 
 

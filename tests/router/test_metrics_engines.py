@@ -87,6 +87,14 @@ def test_blocks_are_reported_by_state() -> None:
     assert (status.num_free_blocks, status.num_cached_blocks, status.num_held_blocks) == (16, 2, 0)
 
 
+def test_padding_is_what_a_captured_size_adds_to_a_step_of_decodes() -> None:
+    world = DecodeWorld(cuda_graph_sizes=(2, 4))
+    for name, slot in (("a", 1), ("b", 2), ("c", 3)):
+        alone(world, name, slot, num_prompt=2, max_tokens=3)
+    run(world)
+    assert counted(world, "steps", "scheduled_tokens", "padding_tokens") == (3, 6 + 3 + 3, 2)
+
+
 def test_drafts_count_when_scheduled_and_when_the_model_confirms_them() -> None:
     counters = dict.fromkeys(StepCounts.KEYS, 0.0)
     shared = np.zeros((2, 8), np.int32)

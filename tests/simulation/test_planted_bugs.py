@@ -9,7 +9,9 @@ from bench.invariants import Violation
 from bench.simulator import run_seeds
 from decode_pool.pulls import Pulls
 from decode_pool.service import Decode, DecodeService
-from engine.scheduler import Scheduler
+from engine import admission
+from engine.scheduler_state import SchedulerState
+from engine.sequence import Sequence
 from kv_transfer.state import DecodeEvent
 from prefill_pool.service import PrefillService
 from protocol.errors import PullFailed
@@ -48,14 +50,15 @@ def lease_word_not_read(patch: pytest.MonkeyPatch) -> None:
 
 
 def hashes_visible_before_verification(patch: pytest.MonkeyPatch) -> None:
-    def reserve(self: Scheduler, sequence: Any) -> bool:
-        reserved = original(self, sequence)
+    def reserve(state: SchedulerState, sequence: Sequence) -> bool:
+        reserved = original(state, sequence)
         if reserved:
-            self.publish(sequence.request.key, sequence.num_first)
+            end = sequence.num_first // state.config.block_size
+            state.blocks.insert(sequence.chain[1 : end + 1], sequence.blocks[:end])
         return reserved
 
-    original = Scheduler._reserve
-    patch.setattr(Scheduler, "_reserve", reserve)
+    original = admission._reserve
+    patch.setattr(admission, "_reserve", reserve)
 
 
 def release_sent_twice(patch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,62 @@
+"""How the tokens of each running sequence are chosen: rows of arrays, shared by the scheduler's table and the runner."""
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.messages import SamplingParams
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below it choose the likeliest token: dividing by them would overflow."""
+
+Int32 = npt.NDArray[np.int32]
+Float32 = npt.NDArray[np.float32]
+
+
+class RowSampling:
+    """Arrays [num_rows], written when a sequence takes its row and left as they are until the next one does."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.special: npt.NDArray[np.bool_] = np.zeros(num_rows, np.bool_)
+        """Rows that want more than the likeliest token. Elsewhere only `temperatures`, `seeds` and `answer_bases` are kept up to date."""
+        self.num_special = 0
+        """Of the sequences that run now."""
+        self.temperatures: Float32 = np.zeros(num_rows, np.float32)
+        self.seeds: npt.NDArray[np.uint64] = np.zeros(num_rows, np.uint64)
+        self.answer_bases: Int32 = np.zeros(num_rows, np.int32)
+        """The token at position p of a row has index `answer_bases[row] + p` in the whole answer; below 0: it belongs to the prompt."""
+        self.top_ks: Int32 = np.zeros(num_rows, np.int32)
+        self.top_ps: Float32 = np.ones(num_rows, np.float32)
+        self.min_ps: Float32 = np.zeros(num_rows, np.float32)
+        self.presences: Float32 = np.zeros(num_rows, np.float32)
+        self.frequencies: Float32 = np.zeros(num_rows, np.float32)
+        self.repetitions: Float32 = np.ones(num_rows, np.float32)
+        self.min_tokens: Int32 = np.zeros(num_rows, np.int32)
+        self.num_logprobs: Int32 = np.full(num_rows, -1, np.int32)
+        """-1: none."""
+        self.ending: dict[int, Int32] = {}
+        """Per row with `min_tokens` the tokens that would end its answer."""
+        self.biases: dict[int, tuple[Int32, Float32]] = {}
+        """Per row with a `logit_bias` token ids and what is added to their logits."""
+
+    def put(self, row: int, params: SamplingParams, *, base: int, eos_token_ids: tuple[int, ...]) -> None:
+        """A sequence takes `row`; `base`: its `answer_bases`."""
+        self.temperatures[row] = params.temperature
+        self.seeds[row] = (params.seed or 0) % 2**64
+        self.answer_bases[row] = base
+        penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty - 1.0)
+        special = params.temperature >= GREEDY_BELOW or any(penalties) or params.min_tokens > 0 or params.logprobs is not None
+        self.special[row] = special = special or bool(params.logit_bias)
+        if not special:
+            return
+        self.num_special += 1
+        self.top_ks[row], self.top_ps[row], self.min_ps[row] = params.top_k, params.top_p, params.min_p
+        self.presences[row], self.frequencies[row] = params.presence_penalty, params.frequency_penalty
+        self.repetitions[row], self.min_tokens[row] = params.repetition_penalty, params.min_tokens
+        self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self.ending[row] = np.array([*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)], np.int32)
+        token_ids = [token_id for token_id, _ in params.logit_bias]
+        self.biases[row] = np.array(token_ids, np.int32), np.array([bias for _, bias in params.logit_bias], np.float32)
+
+    def left(self, row: int) -> None:
+        """Its sequence runs no more. Steps in flight may still read the row."""
+        self.num_special -= int(self.special[row])

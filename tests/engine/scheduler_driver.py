@@ -1,0 +1,95 @@
+"""A scheduler with short names for what tests do to it."""
+
+from typing import Any, Literal
+
+import numpy as np
+
+from engine.config import EngineConfig
+from engine.outcome import Committed, Events
+from engine.runner import Batch
+from engine.scheduler import Scheduler
+from engine.sequence import Request
+from protocol.messages import RequestKey, SamplingParams
+from tests.engine.chain_model import VOCAB_SIZE, ChainModel
+
+
+def key_of(name: str) -> RequestKey:
+    return RequestKey(1, name, 1)
+
+
+class Driver:
+    """One step at a time on the chain model; keeps everything that came out, by request name."""
+
+    def __init__(self, num_blocks: int = 20, *, eos_token_ids: tuple[int, ...] = (), clock: Any = None, **knobs: Any) -> None:
+        defaults = {"block_size": 4, "max_num_batched_tokens": 64, "max_num_seqs": 8, "max_model_len": 64, "priority_aging_s": 0}
+        config = EngineConfig(**(defaults | knobs))
+        self.model = ChainModel(num_blocks, config.block_size)
+        self.scheduler = Scheduler(config, num_blocks=num_blocks, eos_token_ids=eos_token_ids, proposer=self.model, clock=clock)
+        self.answers: dict[str, list[int]] = {}
+        self.offsets: dict[str, list[int]] = {}
+        self.ended: dict[str, str] = {}
+        self.batches: list[Batch] = []
+        self._names: dict[int, str] = {}
+
+    def add(
+        self,
+        name: str,
+        num_prompt: int,
+        max_tokens: int = 4,
+        *,
+        kv: Literal["local", "offer", "remote"] = "local",
+        first: int = 0,
+        priority: int = 0,
+        arrival: float | None = None,
+        offset: int = 0,
+        **sampling: Any,
+    ) -> Request:
+        """`first`: the prompt counts up from here, so equal ones share blocks."""
+        slot = len(self._names)
+        request = Request(
+            key=key_of(name),
+            slot=slot,
+            prompt_token_ids=np.arange(first, first + num_prompt, dtype=np.int32) % VOCAB_SIZE,
+            max_tokens=max_tokens,
+            sampling=SamplingParams(**sampling),
+            kv=kv,
+            priority=priority,
+            arrival=float(slot) if arrival is None else arrival,
+            offset=offset,
+        )
+        self.scheduler.add(request)
+        self._names[slot] = name
+        self.answers[name], self.offsets[name] = [], []
+        return request
+
+    def schedule(self) -> tuple[dict[str, int], Events]:
+        batch = self.scheduler.schedule()
+        events = self.scheduler.take_events()
+        self.ended |= {key.request_id: reason for key, reason in events.ended}
+        if batch is None:
+            return {}, events
+        self.batches.append(batch)
+        return batch.tray(), events
+
+    def commit(self) -> Committed:
+        committed = self.scheduler.commit(self.model.execute(self.batches.pop(0)))
+        start = 0
+        for slot, offset, count in zip(committed.slots.tolist(), committed.offsets.tolist(), committed.counts.tolist(), strict=True):
+            self.answers[self._names[slot]] += committed.token_ids[start : start + count].tolist()
+            self.offsets[self._names[slot]].append(offset)
+            start += count
+        self.ended |= {finished.key.request_id: finished.finish_reason for finished in committed.finished}
+        return committed
+
+    def step(self) -> tuple[dict[str, int], Events]:
+        tray, events = self.schedule()
+        if tray:
+            self.commit()
+        return tray, events
+
+    def run(self, max_num_steps: int = 500) -> None:
+        """Steps until nothing can be scheduled."""
+        for _ in range(max_num_steps):
+            if not self.step()[0]:
+                return
+        raise AssertionError("no end")

@@ -1,0 +1,153 @@
+"""Who may take which block, and what can be found in it."""
+
+import pytest
+
+from engine.block_manager import BlockManager
+from protocol.errors import ProtocolError
+
+
+def names(*letters: str) -> list[bytes]:
+    return [letter.encode() for letter in letters]
+
+
+def cached(blocks: BlockManager, *letters: str) -> list[int]:
+    """Takes blocks, names them and frees them: the last letter is reusable first."""
+    taken = blocks.allocate(len(letters))
+    blocks.insert(names(*letters), taken)
+    blocks.release(taken)
+    return taken
+
+
+def test_blank_blocks_go_first_then_the_ones_freed_longest_ago_tails_before_heads() -> None:
+    blocks = BlockManager(7)
+    first = cached(blocks, "a", "b")
+    second = cached(blocks, "c", "d")
+    blank = set(range(1, 7)) - {*first, *second}
+    assert set(blocks.allocate(2)) == blank
+    assert blocks.allocate(4) == [*reversed(first), *reversed(second)]
+    assert blocks.lookup(names("a", "b", "c", "d")) == []
+    blocks.check()
+
+
+def test_a_hit_is_taken_out_of_the_middle_and_lines_up_again_at_the_end() -> None:
+    blocks = BlockManager(5)
+    a, b, c, d = cached(blocks, "a", "b", "c", "d")
+    hits = blocks.lookup(names("a", "b", "x"))
+    assert hits == [a, b]
+    assert blocks.num_free_among(hits) == 2
+    blocks.acquire(hits)
+    assert (blocks.num_free, blocks.num_free_among(hits)) == (2, 0)
+    blocks.release(hits)
+    assert blocks.allocate(4) == [d, c, b, a]
+
+
+def test_block_0_is_never_used_and_too_many_are_refused() -> None:
+    blocks = BlockManager(4)
+    assert sorted(blocks.allocate(3)) == [1, 2, 3]
+    with pytest.raises(ProtocolError, match="1 blocks asked for, 0 are free"):
+        blocks.allocate(1)
+    with pytest.raises(ValueError, match="num_blocks"):
+        BlockManager(1)
+
+
+def test_the_oldest_of_several_blocks_with_one_hash_is_hit() -> None:
+    blocks = BlockManager(6)
+    taken = blocks.allocate(3)
+    blocks.insert(names("a", "a"), taken[:2])
+    blocks.insert(names("a"), taken[2:])
+    oldest, middle, newest = taken
+    assert blocks.lookup(names("a")) == [oldest]
+    blocks.forget(middle)
+    assert blocks.lookup(names("a")) == [oldest]
+    blocks.forget(oldest)
+    assert blocks.lookup(names("a")) == [newest]
+    blocks.forget(newest)
+    assert blocks.lookup(names("a")) == []
+    assert blocks.take_hash_changes() == ((b"a",), (b"a",))
+    assert blocks.take_hash_changes() == ((), ())
+
+
+def test_an_evicted_twin_leaves_the_other_to_be_found() -> None:
+    blocks = BlockManager(3)
+    taken = blocks.allocate(2)
+    blocks.insert(names("a", "a"), taken)
+    blocks.release(taken)
+    (evicted,) = blocks.allocate(1)
+    (found,) = blocks.lookup(names("a"))
+    assert {evicted, found} == {1, 2}
+
+
+def test_a_block_with_a_hash_keeps_it() -> None:
+    blocks = BlockManager(3)
+    taken = blocks.allocate(2)
+    blocks.insert(names("a"), taken[:1])
+    blocks.insert(names("b", "c"), taken)
+    assert blocks.visible() == {b"a": taken[0], b"c": taken[1]}
+
+
+def test_what_is_released_under_a_step_is_free_when_all_steps_scheduled_before_have_committed() -> None:
+    blocks = BlockManager(4)
+    taken = blocks.allocate(2)
+    blocks.step_scheduled()
+    blocks.step_scheduled()
+    blocks.release(taken)
+    assert (blocks.num_free, blocks.num_quarantined, blocks.num_owned) == (1, 2, 0)
+    blocks.step_committed()
+    blocks.step_scheduled()
+    assert blocks.num_free == 1
+    blocks.step_committed()
+    assert (blocks.num_free, blocks.num_quarantined) == (3, 0)
+    blocks.check()
+
+
+def test_a_block_hit_and_released_again_while_kept_back_is_freed_once_and_late() -> None:
+    blocks = BlockManager(3)
+    taken = blocks.allocate(1)
+    blocks.insert(names("a"), taken)
+    blocks.step_scheduled()
+    blocks.release(taken)
+    blocks.acquire(blocks.lookup(names("a")))
+    assert blocks.num_quarantined == 0
+    blocks.step_scheduled()
+    blocks.release(taken)
+    blocks.step_committed()
+    assert (blocks.num_free, blocks.num_quarantined) == (1, 1)
+    blocks.step_committed()
+    assert (blocks.num_free, blocks.num_quarantined) == (2, 0)
+    blocks.check()
+
+
+def test_each_lease_is_a_reference_of_its_own() -> None:
+    blocks = BlockManager(4)
+    taken = blocks.allocate(2)
+    blocks.hand_over(2)
+    blocks.incref(taken)
+    blocks.free(taken)
+    assert blocks.all_owned(taken)
+    blocks.free(taken)
+    assert not blocks.all_owned(taken)
+    assert blocks.num_free == 3
+    with pytest.raises(ProtocolError, match="does not own"):
+        blocks.free(taken)
+    with pytest.raises(ProtocolError, match="not all owned"):
+        blocks.incref([1])
+
+
+def test_freeing_too_often_is_an_error() -> None:
+    blocks = BlockManager(4)
+    taken = blocks.allocate(2)
+    blocks.release(taken)
+    with pytest.raises(ProtocolError, match="more often"):
+        blocks.release(taken)
+
+
+def test_the_queue_of_cached_blocks_survives_many_rounds() -> None:
+    blocks = BlockManager(8)
+    for turn in range(50):
+        cached(blocks, *[f"{turn}-{index}" for index in range(3)])
+        hits = blocks.lookup(names(f"{turn}-0"))
+        blocks.acquire(hits)
+        blocks.release(hits)
+        blocks.check()
+    assert blocks.num_free == 7
+    assert len(set(blocks.allocate(7))) == 7

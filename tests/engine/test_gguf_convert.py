@@ -1,0 +1,100 @@
+"""GGUF to a Hugging Face directory: names, the rotary row order, tokenizer, chat template; and the result can be served."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGUFWriter
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+
+from engine.models.checkpoint import check_model_dir
+from engine.models.config import eos_token_ids, read_json
+from engine.models.gguf_convert import LAYER_NAMES, TOP_NAMES, convert_gguf
+from protocol.errors import ModelError
+from tests.engine.tiny_llama import TINY, random_tensors
+
+SPECIAL = ["<end>", "<bos>", "<eos>"]
+BYTES = [chr(code) for code in (*range(33, 127), *range(161, 173), *range(174, 256))]
+"""The printable part of the byte-level alphabet; the rest follows as code points from 256 on."""
+ALPHABET = BYTES + [chr(256 + i) for i in range(256 - len(BYTES))]
+MERGES = ["h e", "he l", "l o", "hel lo", "Ġ hello"]
+TOKENS = [*SPECIAL, *ALPHABET, *(merge.replace(" ", "") for merge in MERGES)]
+
+
+def interleaved(weight: torch.Tensor, heads: int) -> np.ndarray:
+    """Row order of GGUF's Q and K: element i of a head's first half, then of its second half, then i + 1."""
+    rows, columns = weight.shape
+    half = rows // heads // 2
+    order = [head * 2 * half + part * half + i for head in range(heads) for i in range(half) for part in (0, 1)]
+    return weight[order].reshape(rows, columns).numpy()
+
+
+def write_gguf(path: Path, tensors: dict[str, torch.Tensor], pre: str = "smollm") -> None:
+    writer = GGUFWriter(path, "llama")
+    writer.add_block_count(TINY.num_layers)
+    writer.add_context_length(TINY.max_position_embeddings)
+    writer.add_embedding_length(TINY.hidden_size)
+    writer.add_feed_forward_length(TINY.intermediate_size)
+    writer.add_head_count(TINY.num_heads)
+    writer.add_head_count_kv(TINY.num_kv_heads)
+    writer.add_rope_freq_base(TINY.rope_theta)
+    writer.add_rope_dimension_count(TINY.head_dim)
+    writer.add_layer_norm_rms_eps(TINY.rms_norm_eps)
+    writer.add_vocab_size(TINY.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([3] * len(SPECIAL) + [1] * (len(TOKENS) - len(SPECIAL)))
+    writer.add_token_merges(MERGES)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_chat_template("{{ messages[0]['content'] }}")
+    names = {f"model.layers.{i}.{hf}": f"blk.{i}.{name}" for i in range(TINY.num_layers) for name, hf in LAYER_NAMES.items()}
+    names |= {hf: name for name, hf in TOP_NAMES.items()}
+    for name, tensor in tensors.items():
+        gguf_name = names[name.removesuffix(".weight")] + ".weight"
+        if "attn_q" in gguf_name or "attn_k" in gguf_name:
+            writer.add_tensor(gguf_name, interleaved(tensor, TINY.num_heads if "attn_q" in gguf_name else TINY.num_kv_heads))
+        else:
+            writer.add_tensor(gguf_name, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_weights_tokenizer_and_config_arrive(tmp_path: Path) -> None:
+    tensors = random_tensors(TINY)
+    write_gguf(tmp_path / "model.gguf", tensors)
+    model_dir = tmp_path / "model"
+    model_dir.mkdir()
+    convert_gguf(tmp_path / "model.gguf", model_dir, lambda text: None)
+
+    config = check_model_dir(model_dir)
+    assert (config.num_layers, config.head_dim, config.rope_theta, config.rms_norm_eps) == (2, 64, 10000.0, 1e-5)
+    assert config.tie_word_embeddings
+    loaded = load_file(model_dir / "model.safetensors")
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(loaded[name], tensor.bfloat16()), name
+
+    assert eos_token_ids(model_dir) == (2,)
+    assert read_json(model_dir / "tokenizer_config.json")["chat_template"] == "{{ messages[0]['content'] }}"
+    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    assert tokenizer.encode("hello hello<eos>").tokens == ["hello", "Ġhello", "<eos>"]
+    assert tokenizer.encode("12").tokens == ["1", "2"]
+    text = "hello Ünï 42 <x>\n\té"
+    assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.gguf").write_bytes(b"no gguf at all, but long enough to be read as a header" * 4)
+    with pytest.raises(ModelError, match=r"x\.gguf: cannot be read as GGUF"):
+        convert_gguf(tmp_path / "x.gguf", tmp_path, lambda text: None)
+    write_gguf(tmp_path / "y.gguf", {}, pre="qwen2")
+    with pytest.raises(ModelError, match=r"y\.gguf: tokenizer\.ggml\.pre is qwen2, expected smollm"):
+        convert_gguf(tmp_path / "y.gguf", tmp_path, lambda text: None)

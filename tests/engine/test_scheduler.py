@@ -1,0 +1,425 @@
+"""Rules of the scheduler that the recorded loads do not show, one at a time."""
+
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+
+from engine.outcome import Reserved
+from engine.runner import StepOutput
+from protocol.clock import VirtualClock
+from protocol.errors import InvalidRequest, ProtocolError
+from tests.engine.chain_model import answer_of
+from tests.engine.scheduler_driver import Driver, key_of
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("knobs", "num_prompt", "max_tokens", "kv", "field"),
+    [
+        ({}, 0, 4, "local", "prompt_token_ids"),
+        ({}, 4, 0, "local", "max_tokens"),
+        ({}, 64, 4, "local", "prompt_token_ids"),
+        ({"num_blocks": 5}, 17, 4, "local", "prompt_token_ids"),
+        ({"num_blocks": 5}, 16, 4, "remote", "prompt_token_ids"),
+        ({"enable_chunked_prefill": False, "max_num_batched_tokens": 8}, 9, 4, "local", "prompt_token_ids"),
+    ],
+)
+def test_what_can_never_be_served_is_refused(
+    knobs: dict[str, Any], num_prompt: int, max_tokens: int, kv: Literal["local", "remote"], field: str
+) -> None:
+    driver = Driver(**knobs)
+    with pytest.raises(InvalidRequest) as refusal:
+        driver.add("a", num_prompt, max_tokens, kv=kv)
+    assert refusal.value.field == field
+    assert driver.scheduler.idle
+
+
+def test_what_just_fits_is_served() -> None:
+    driver = Driver(num_blocks=5)
+    driver.add("a", 16, 1)
+    driver.add("b", 16, 1, kv="remote")
+    driver.run()
+    assert driver.ended == {"a": "length"}
+
+
+def test_a_key_is_taken_once() -> None:
+    driver = Driver()
+    driver.add("a", 4)
+    with pytest.raises(ProtocolError, match="live already"):
+        driver.add("a", 4)
+
+
+# ---- ends
+
+
+def test_an_answer_ends_at_max_tokens_or_max_model_len() -> None:
+    driver = Driver(max_model_len=12)
+    driver.add("a", 4, 3)
+    driver.add("b", 10, 50)
+    driver.run()
+    assert driver.ended == {"a": "length", "b": "length"}
+    assert [len(driver.answers[name]) for name in "ab"] == [3, 2]
+    driver.scheduler.check_idle()
+
+
+def test_stop_tokens_end_an_answer_and_belong_to_it() -> None:
+    prompt = list(range(5))
+    answer = answer_of(prompt, 20, max_model_len=64, stops=frozenset())
+    stop = answer[2]
+    expected = answer[: answer.index(stop) + 1]
+    eos = Driver(eos_token_ids=(stop,))
+    eos.add("a", 5, 20)
+    eos.add("ignores", 5, 20, ignore_eos=True)
+    eos.add("own", 5, 20, ignore_eos=True, stop_token_ids=(stop,))
+    eos.run()
+    assert eos.answers == {"a": expected, "ignores": answer, "own": expected}
+    assert eos.ended == {"a": "stop", "ignores": "length", "own": "stop"}
+
+
+def test_drafts_change_nothing_but_the_number_of_steps() -> None:
+    answers, steps = [], []
+    for num_drafts in (0, 3):
+        driver = Driver(num_speculative_tokens=num_drafts, num_blocks=40)
+        for index in range(3):
+            request = driver.add(f"r{index}", 6 + index, 17, first=index)
+            prompt = request.prompt_token_ids.tolist()
+            driver.model.answers[request.key] = answer_of(prompt, 17, max_model_len=64, stops=frozenset())
+            driver.model.num_prompt[request.key] = len(prompt)
+        count = 0
+        while driver.step()[0]:
+            count += 1
+        answers.append(driver.answers)
+        steps.append(count)
+    assert answers[0] == answers[1]
+    assert steps[0] == 17
+    assert steps[1] < 10
+
+
+def test_drafts_forbid_a_second_step_in_flight() -> None:
+    driver = Driver(num_speculative_tokens=2)
+    driver.add("a", 4)
+    assert driver.schedule()[0] == {"a": 4}
+    driver.add("b", 4)
+    assert driver.schedule()[0] == {}
+
+
+# ---- KV that comes from elsewhere
+
+
+def reserve(driver: Driver, name: str) -> Reserved:
+    _, events = driver.step()
+    (reserved,) = events.reserved
+    assert reserved.key == key_of(name)
+    return reserved
+
+
+def test_a_remote_request_reserves_when_offered_and_repeats_the_first_token() -> None:
+    driver = Driver()
+    request = driver.add("a", 9, 4, kv="remote", offset=7)
+    assert driver.step()[1].reserved == []
+    driver.scheduler.offer(request.key)
+    reserved = reserve(driver, "a")
+    assert len(reserved.block_ids) == 3
+    assert reserved.num_cached_tokens == 0
+    prompt = request.prompt_token_ids.tolist()
+    driver.model.receive(reserved.block_ids, prompt, 0)
+    answer = answer_of(prompt, 4, max_model_len=64, stops=frozenset())
+    driver.scheduler.arrive(request.key, answer[0])
+    tray, events = driver.step()
+    assert tray == {"a": 1}
+    assert events.admitted == [(request.key, 0)]
+    assert driver.answers["a"] == answer[:2]
+    driver.run()
+    assert driver.answers["a"] == answer
+    assert driver.offsets["a"] == [7, 9, 10]
+    driver.scheduler.check_idle()
+
+
+@pytest.mark.parametrize(("num_prompt", "max_tokens", "count"), [(7, 9, 2), (8, 9, 3), (8, 1, 2), (8, 2, 3), (9, 1, 3)])
+def test_the_destination_holds_the_next_token_if_there_is_one(num_prompt: int, max_tokens: int, count: int) -> None:
+    driver = Driver()
+    driver.add("a", num_prompt, max_tokens, kv="remote")
+    driver.scheduler.offer(key_of("a"))
+    assert len(reserve(driver, "a").block_ids) == count
+
+
+def test_own_prefix_hits_of_a_remote_request_are_pinned_and_published_blocks_can_be_hit() -> None:
+    driver = Driver()
+    driver.add("a", 12, 1)
+    driver.run()
+    driver.add("b", 12, 4, kv="remote")
+    driver.scheduler.offer(key_of("b"))
+    reserved = reserve(driver, "b")
+    assert reserved.num_cached_tokens == 12
+    request = driver.add("c", 12, 4, kv="remote", first=5)
+    driver.scheduler.offer(key_of("c"))
+    other = reserve(driver, "c")
+    assert other.num_cached_tokens == 0
+    driver.model.receive(other.block_ids, request.prompt_token_ids.tolist(), 0)
+    driver.scheduler.publish(key_of("c"), 11)
+    driver.add("d", 12, 1, first=5)
+    assert driver.step()[1].admitted == [(key_of("d"), 8)]
+
+
+def test_nobody_overtakes_but_those_without_an_offer_are_skipped() -> None:
+    driver = Driver(num_blocks=7, max_num_seqs=4)
+    driver.add("runs", 8, 9)
+    driver.step()
+    driver.add("unoffered", 4, kv="remote", first=1)
+    driver.add("big", 20, first=3)
+    driver.add("small", 3, first=7)
+    driver.add("offered", 3, kv="remote", first=9)
+    driver.scheduler.offer(key_of("offered"))
+    tray, events = driver.step()
+    assert tray == {"runs": 1}
+    assert events.reserved == []
+    driver.scheduler.abort(key_of("big"))
+    tray, events = driver.step()
+    assert tray == {"runs": 1, "small": 3}
+    assert [reserved.key for reserved in events.reserved] == [key_of("offered")]
+
+
+def test_a_lone_sequence_waits_for_blocks_of_others_and_ends_when_it_owns_all() -> None:
+    driver = Driver(num_blocks=5, prompt_reservation="none")
+    driver.add("remote", 4, kv="remote")
+    driver.scheduler.offer(key_of("remote"))
+    reserve(driver, "remote")
+    driver.add("a", 8, 20)
+    driver.step()
+    assert driver.step()[0] == {}
+    assert driver.ended == {}
+    driver.scheduler.abort(key_of("remote"))
+    driver.run()
+    assert driver.ended == {"a": "length"}
+    assert len(driver.answers["a"]) == 9
+    driver.scheduler.check_idle()
+
+
+def test_an_arrived_sequence_enters_in_a_step_that_preempted() -> None:
+    driver = Driver(num_blocks=9)
+    request = driver.add("remote", 7, 9, kv="remote", first=3)
+    driver.scheduler.offer(request.key)
+    reserved = reserve(driver, "remote")
+    driver.add("a", 12, 30)
+    driver.add("b", 12, 30, first=6)
+    driver.step()
+    driver.model.receive(reserved.block_ids, request.prompt_token_ids.tolist(), 0)
+    driver.scheduler.arrive(request.key, 1)
+    tray, events = driver.step()
+    assert events.preempted == [key_of("b")]
+    assert tray == {"a": 1, "remote": 1}
+
+
+def test_a_preempted_remote_sequence_computes_its_kv_here() -> None:
+    driver = Driver(num_blocks=8)
+    request = driver.add("remote", 7, 9, kv="remote", offset=3)
+    driver.add("a", 8, 9, first=5)
+    driver.step()
+    driver.scheduler.offer(request.key)
+    reserved = reserve(driver, "remote")
+    prompt = request.prompt_token_ids.tolist()
+    driver.model.receive(reserved.block_ids, prompt, 0)
+    answer = answer_of(prompt, 9, max_model_len=64, stops=frozenset())
+    driver.scheduler.arrive(request.key, answer[0])
+    driver.add("c", 4, 9, first=9)
+    preempted = []
+    for _ in range(60):
+        preempted += driver.step()[1].preempted
+    assert preempted
+    assert driver.answers["remote"] == answer
+    assert driver.offsets["remote"] == [3, *range(5, 12)]
+    assert driver.ended == dict.fromkeys(["remote", "a", "c"], "length")
+    assert driver.scheduler.num_recomputed_tokens > 0
+
+
+# ---- KV that is offered
+
+
+def test_an_offered_prompt_takes_all_blocks_reports_progress_and_hands_them_over() -> None:
+    driver = Driver(max_num_batched_tokens=8, prompt_reservation="hold")
+    request = driver.add("a", 18, 5, kv="offer")
+    driver.schedule()
+    assert driver.scheduler.num_free_blocks == 19 - 5
+    blocks = driver.scheduler.block_ids(request.key)
+    assert driver.commit().progressed == [(request.key, 8)]
+    driver.schedule()
+    assert driver.commit().progressed == [(request.key, 16)]
+    driver.schedule()
+    assert driver.schedule()[0] == {}, "nothing past the prompt, not even with a step in flight"
+    committed = driver.commit()
+    (done,) = committed.prompts
+    assert (done.block_ids, done.finish_reason, committed.first) == (blocks, None, [request.key])
+    assert committed.token_ids.tolist() == [done.first_token_id]
+    assert driver.scheduler.idle
+    driver.scheduler.check_idle()
+    assert driver.scheduler.num_free_blocks == 14
+    driver.scheduler.blocks.free(done.block_ids)
+    driver.scheduler.check_idle()
+    assert driver.scheduler.num_free_blocks == 19
+
+
+def test_an_offered_prompt_whose_first_token_ends_it_says_so() -> None:
+    driver = Driver(prompt_reservation="hold")
+    driver.add("a", 5, 1, kv="offer")
+    driver.schedule()
+    assert driver.commit().prompts[0].finish_reason == "length"
+
+
+def test_detached_blocks_are_kept_until_freed_and_until_the_step_in_flight_has_committed() -> None:
+    driver = Driver(prompt_reservation="hold", enable_prefix_caching=False)
+    request = driver.add("a", 8, kv="offer")
+    driver.schedule()
+    blocks = driver.scheduler.detach(request.key)
+    assert driver.scheduler.detach(request.key) == []
+    driver.scheduler.blocks.free(blocks)
+    assert driver.scheduler.num_free_blocks == 17
+    committed = driver.commit()
+    assert committed.prompts == []
+    assert len(committed.slots) == 0
+    assert driver.scheduler.num_free_blocks == 19
+    driver.scheduler.check_idle()
+
+
+# ---- steps in flight
+
+
+def test_two_steps_in_flight_give_the_same_tokens_one_step_late() -> None:
+    answers = []
+    for depth in (1, 2):
+        driver = Driver(num_blocks=30)
+        for index in range(4):
+            driver.add(f"r{index}", 5 + index, 9, first=index)
+        for _ in range(100):
+            while len(driver.batches) < depth and driver.schedule()[0]:
+                pass
+            if not driver.batches:
+                break
+            driver.commit()
+        answers.append(driver.answers)
+        driver.scheduler.check_idle()
+    assert answers[0] == answers[1]
+
+
+def test_pending_marks_what_the_runner_must_take_from_its_last_step() -> None:
+    driver = Driver()
+    driver.add("a", 4, 9)
+    driver.schedule()
+    driver.schedule()
+    first, second = driver.batches
+    assert first.pending is None
+    assert second.pending is not None
+    assert (second.pending.tolist(), second.num_computed.tolist(), second.num_scheduled.tolist()) == ([True], [4], [1])
+    assert driver.schedule()[0] == {}, "never three"
+
+
+def test_a_schedule_that_would_preempt_is_put_off() -> None:
+    driver = Driver(num_blocks=5, enable_prefix_caching=False)
+    driver.add("a", 7, 9)
+    driver.add("b", 7, 9, first=3)
+    assert driver.schedule()[0] == {"a": 7, "b": 7}
+    driver.schedule()
+    driver.commit()
+    before = driver.scheduler.num_free_blocks
+    assert driver.schedule() == ({}, type(driver.scheduler.take_events())())
+    assert driver.scheduler.num_free_blocks == before
+    driver.commit()
+    assert driver.schedule()[1].preempted == [key_of("b")]
+
+
+def test_a_failed_step_takes_its_hashes_back() -> None:
+    driver = Driver()
+    driver.add("a", 8)
+    driver.step()
+    driver.add("b", 12, first=5)
+    driver.add("twin", 12, first=5)
+    tray, events = driver.schedule()
+    assert tray == {"a": 1, "b": 12, "twin": 4}
+    assert events.admitted == [(key_of("b"), 0), (key_of("twin"), 8)]
+    visible = driver.scheduler.blocks.visible()
+    spoilt = driver.scheduler.fail_step()
+    assert {key.request_id for key in spoilt} == {"a", "b", "twin"}
+    assert len(driver.scheduler.blocks.visible()) == len(visible) - 3
+    for key in spoilt:
+        driver.scheduler.abort(key)
+    driver.scheduler.check_idle()
+    driver.batches.clear()
+    driver.add("c", 12, first=5)
+    assert driver.step()[1].admitted == [(key_of("c"), 0)]
+
+
+def test_an_output_for_other_sequences_is_an_error() -> None:
+    driver = Driver()
+    driver.add("a", 4)
+    driver.schedule()
+    with pytest.raises(ProtocolError, match="tokens for"):
+        driver.scheduler.commit(StepOutput(token_ids=np.zeros((1, 1), np.int32), counts=np.zeros(1, np.int32)))
+    with pytest.raises(ProtocolError, match="without a batch"):
+        driver.scheduler.commit(StepOutput(token_ids=np.zeros((0, 1), np.int32), counts=np.zeros(0, np.int32)))
+
+
+# ---- knobs
+
+
+def test_waiting_makes_urgent() -> None:
+    for aging, order in ((0.0, ["urgent", "old"]), (10.0, ["old", "urgent"])):
+        driver = Driver(scheduling_policy="priority", priority_aging_s=aging)
+        driver.add("old", 4, priority=3, arrival=0.0)
+        driver.add("urgent", 4, priority=0, arrival=31.0)
+        assert list(driver.step()[0]) == order
+
+
+def test_the_watermark_holds_back_admissions_while_anything_runs() -> None:
+    driver = Driver(num_blocks=10, watermark=0.3)
+    driver.add("a", 16)
+    driver.add("b", 12, first=5)
+    driver.add("c", 8, first=7)
+    assert driver.step()[0] == {"a": 16}
+    driver.scheduler.abort(key_of("b"))
+    assert driver.step()[0] == {"a": 1}
+    driver.run()
+    assert driver.ended == {"a": "length", "c": "length"}
+
+
+def test_a_sequence_that_outgrew_the_budget_resumes_in_chunks_even_without_chunked_prefill() -> None:
+    driver = Driver(num_blocks=9, enable_chunked_prefill=False, max_num_batched_tokens=10, enable_prefix_caching=False)
+    driver.add("a", 9, 20)
+    driver.step()
+    driver.add("b", 8, 12, first=4)
+    driver.run()
+    assert driver.ended == {"a": "length", "b": "length"}
+
+
+def test_thrashing_closes_admission_until_it_falls() -> None:
+    clock = VirtualClock()
+    driver = Driver(num_blocks=9, enable_prefix_caching=False, clock=clock, thrash_limit=0.2, thrash_window_s=5.0)
+    driver.add("a", 8, 24)
+    driver.add("b", 8, 24, first=4)
+    while not driver.step()[1].preempted:
+        clock.now += 1.0
+    while "b" not in driver.step()[0]:
+        clock.now += 1.0
+    driver.add("c", 4, 24, first=7)
+    assert driver.scheduler.thrash_ratio > 0.2
+    assert list(driver.step()[0]) == ["b"]
+    clock.now += 6.0
+    assert driver.scheduler.thrash_ratio == 0.0
+    assert list(driver.step()[0]) == ["b", "c"]
+
+
+def test_steps_of_decodes_are_padded_and_can_be_filled_with_prompts() -> None:
+    driver = Driver(cuda_graph_sizes=(1, 2, 4, 8), max_num_batched_tokens=32)
+    for index in range(3):
+        driver.add(f"r{index}", 4, 6, first=index)
+    driver.step()
+    assert driver.scheduler.num_padding_tokens == 0
+    driver.step()
+    assert driver.scheduler.num_padding_tokens == 1
+    driver = Driver(cuda_graph_sizes=(1, 2, 4, 8), max_num_batched_tokens=32, pad_with_prefill=True)
+    for index in range(3):
+        driver.add(f"r{index}", 4, 6, first=index)
+    driver.step()
+    driver.add("long", 20, first=5)
+    assert driver.step()[0] == {"r0": 1, "r1": 1, "r2": 1, "long": 1}
+    assert driver.step()[0] == {"r0": 1, "r1": 1, "r2": 1, "long": 1}

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from bench.simulator import Replica, Simulation
 
 
+MAX_LATENESS_S = 0.25
+"""Two ticks and a half."""
+
+
 class Violation(Exception):
     """An invariant does not hold. Carries the seed, so that the run can be had again."""
 
@@ -22,7 +26,7 @@ class Violation(Exception):
 
 
 class Invariants:
-    """I1, I2, I3, I5, I7, I8, I13 over one simulation."""
+    """I1, I2, I3, I4, I5, I7, I8, I13 over one simulation; I11 is checked where messages arrive."""
 
     def __init__(self, simulation: "Simulation") -> None:
         self._simulation = simulation
@@ -35,6 +39,7 @@ class Invariants:
         self._check_pulls()
         self._check_in_flight()
         for replica in self._simulation.replicas.values():
+            self._check_timers(replica)
             if replica.executing is None:
                 self._check_visible(replica)
         self._check_answers()
@@ -44,11 +49,11 @@ class Invariants:
         simulation = self._simulation
         for replica in simulation.replicas.values():
             replica.service.check_idle()
-        if any(replica.in_flight for replica in simulation.router.replicas()) or simulation.router.num_open:
+        if simulation.router_alive and (any(r.in_flight for r in simulation.router.replicas()) or simulation.router.num_open):
             self._fail("I5: in-flight counters or open requests are left")
         for client in simulation.clients.values():
             name = client.request.request_id
-            if client.ended is None and client.refused is None:
+            if not client.closed:
                 self._fail(f"I13: {name} has no terminal event")
             if client.ended is not None and client.ended.error is None and client.received != client.expected:
                 self._fail(f"I7: {name} finished with {client.received}, expected {client.expected}")
@@ -57,6 +62,12 @@ class Invariants:
 
     def _fail(self, text: str) -> None:
         raise Violation(self._simulation, text)
+
+    def _check_timers(self, replica: "Replica") -> None:
+        """I4: nothing that is due waits for longer than it takes an idle engine to look."""
+        due_at = replica.service.timers.next_at()
+        if due_at is not None and due_at < self._simulation.clock.now - MAX_LATENESS_S:
+            self._fail(f"I4: a timer of {replica.address.replica_id} is {self._simulation.clock.now - due_at:.2f} s overdue")
 
     def _check_leases(self) -> None:
         """I1, source: while a lease's word is set, none of its blocks can be allocated."""
@@ -82,6 +93,8 @@ class Invariants:
     def _check_in_flight(self) -> None:
         """I5: the router's counters are what its open requests say."""
         router = self._simulation.router
+        if not self._simulation.router_alive:
+            return
         counted: Counter[object] = Counter()
         for entry in router.active():
             counted[entry.decode] += 1

@@ -98,7 +98,9 @@ def _pulled_s(deployment: Deployment) -> tuple[float, float]:
     return sum(c["pull_seconds"] for c in counters), sum(c["requests"] for c in counters)
 
 
-def serving_rows(name: str, model_dir: Path, prefill: int, decode: int, threads: int, note: Callable[[str], None]) -> tuple[list[Row], float]:
+def serving_rows(
+    name: str, model_dir: Path, prefill: int, decode: int, threads: int, note: Callable[[str], None]
+) -> tuple[list[Row], float]:
     """Rows of one deployment, and the CPU share of a core that its engines take when idle."""
     pool = {"max_model_len": 1024, "max_num_batched_tokens": 512, "max_num_seqs": 32, "kv_cache_bytes": 192 * 2**20, "num_threads": threads}
     config = from_tree(
@@ -116,7 +118,9 @@ def serving_rows(name: str, model_dir: Path, prefill: int, decode: int, threads:
             pulled_before, requests_before = _pulled_s(deployment)
             seconds, answers = asyncio.run(_load(deployment.port, batch, seed=2 + batch))
             pulled_after, requests_after = _pulled_s(deployment)
-            rows.append(_row(name, seconds, answers, (pulled_after - pulled_before) / max(1.0, requests_after - requests_before), prefill > 0))
+            rows.append(
+                _row(name, seconds, answers, (pulled_after - pulled_before) / max(1.0, requests_after - requests_before), prefill > 0)
+            )
         pids = [deployment.actor(load.address.replica_id).call("pid") for load in deployment.loads()]
         before = sum(map(_cpu_s, pids))
         time.sleep(IDLE_S)
@@ -167,7 +171,9 @@ def run(model_dir: Path, note: Callable[[str], None]) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    lines = [f"{'system':24} {'reqs':>4} {'tok/s':>8} {'ratio':>6} {'TTFT p50/p99 ms':>17} {'ITL p50/p99 ms':>16} {'handoff p50 ms':>15} {'bytes':>6}"]
+    lines = [
+        f"{'system':24} {'reqs':>4} {'tok/s':>8} {'ratio':>6} {'TTFT p50/p99 ms':>17} {'ITL p50/p99 ms':>16} {'handoff p50 ms':>15} {'bytes':>6}"
+    ]
     for row in result["rows"]:
         ttft = f"{row['ttft_p50_ms']:.0f} / {row['ttft_p99_ms']:.0f}" if row["ttft_p50_ms"] is not None else "-"
         itl = f"{row['itl_p50_ms']:.1f} / {row['itl_p99_ms']:.1f}" if row["itl_p50_ms"] is not None else "-"

@@ -31,7 +31,7 @@ from kv_transfer.local import LocalNetwork, LocalPull, LocalTransport
 from prefill_pool.service import PrefillService
 from protocol.clock import VirtualClock
 from protocol.delivery import Incoming, Outgoing
-from protocol.errors import ProtocolError, RequestError
+from protocol.errors import ProtocolError, RequestError, RequestFailed
 from protocol.messages import ROUTER_ID, Address, Envelope, Hello, Message, SamplingParams
 from protocol.router_link import LinkConfig
 from router.admission import ClientRequest
@@ -43,7 +43,8 @@ TICK_S = 0.1
 HORIZON_S = 400.0
 """Virtual seconds after which a run that is not quiet counts as stuck."""
 LAYOUT = b"simulated-layout"
-TRANSFER = TransferConfig(lease_s=3.0, revoke_s=1.0, pull_timeout_s=2.0)
+TRANSFER = TransferConfig(lease_s=1.0, revoke_s=1.0, pull_timeout_s=2.0)
+"""A lease outlives a renewal that is as late as the wire can make it (a third of it, a tick, 0.3 s), and little more."""
 LINK = LinkConfig(status_interval_s=1.0, router_timeout_s=10.0)
 
 
@@ -59,11 +60,27 @@ class Faults:
     """A timer of an engine fires now, whatever its time."""
     step_failure: float = 0.0
     kills: int = 0
-    """Most engines killed and restarted in one run."""
+    """Most engines killed and restarted in one run. What a dead sender had sent arrives up to a drawn message, and not beyond."""
+    router_kills: int = 0
+    drains: int = 0
+    """Most engines drained, ended and replaced in one run."""
+    stall: float = 0.0
+    """A step takes seconds."""
 
 
 NO_FAULTS = Faults()
-ALL_FAULTS = Faults(cancel=0.15, deadline=0.05, duplicate=0.05, pull_failure=0.05, early_timer=0.02, step_failure=0.005, kills=2)
+ALL_FAULTS = Faults(
+    cancel=0.15,
+    deadline=0.05,
+    duplicate=0.05,
+    pull_failure=0.05,
+    early_timer=0.02,
+    step_failure=0.005,
+    kills=2,
+    router_kills=1,
+    drains=1,
+    stall=0.002,
+)
 
 
 @dataclass(slots=True)
@@ -76,6 +93,12 @@ class Client:
     received: list[int] = field(default_factory=list)
     ended: Ended | None = None
     refused: RequestError | None = None
+    lost: bool = False
+    """Its router died: nobody owes it anything."""
+
+    @property
+    def closed(self) -> bool:
+        return self.lost or self.ended is not None or self.refused is not None
 
 
 @dataclass(slots=True)
@@ -92,6 +115,7 @@ class Replica:
     words: np.ndarray | None
     executing: Batch | None = None
     alive: bool = True
+    draining: bool = False
 
 
 class Simulation:
@@ -117,28 +141,31 @@ class Simulation:
         self._logged = logged
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self._epochs = itertools.count(2)
+        self._epochs = itertools.count(1)
         self._started_pulls: set[int] = set()
-        self._kills_left = faults.kills
+        self._submitted: set[str] = set()
+        self._kills_left, self._router_kills_left, self._drains_left = faults.kills, faults.router_kills, faults.drains
+        self._cut: dict[tuple[Address, Address], int] = {}
+        """By (dead sender, receiver): the first of its messages that does not arrive."""
         self.engine_config = self._draw_config()
-        router_address = Address(ROUTER_ID, 1)
-        router_config = RouterConfig(
+        self._token_s = self.random.choice([0.0005, 0.0005, 0.04])
+        """Longest time a step takes per token. Slow engines make leases wait."""
+        self._router_config = RouterConfig(
             max_attempts=10,
             policy=self.random.choice(["round_robin", "least_loaded", "prefix_aware"]),
             min_disaggregated_tokens=self.random.choice([0, 0, 0, 6]) if faults is not NO_FAULTS else 0,
         )
-        self.router = Router(router_config, address=router_address, clock=self.clock, seed=seed)
-        self._router_in = Incoming(router_address, self.clock)
-        self._router_out = Outgoing(router_address)
         self.replicas: dict[str, Replica] = {}
+        self.clients: dict[str, Client] = {}
+        self._start_router()
         self.clients = {client.request.request_id: client for client in self._draw_clients(num_requests)}
         self.invariants = Invariants(self) if checked else None
         for name, count in (("prefill", num_prefill), ("decode", num_decode)):
             for index in range(count):
                 self._start_replica(f"{name}-{index}")
-        self._router_tick()
+        window_s = self.random.choice([0.5, 1.0, 5.0])
         for client in self.clients.values():
-            self._at(self.random.uniform(0.5, 1.2), partial(self._submit, client))
+            self._at(self.random.uniform(0.5, 0.5 + window_s), partial(self._submit, client))
 
     # ---- what is drawn
 
@@ -212,19 +239,43 @@ class Simulation:
         return False
 
     def _all_ended(self) -> bool:
-        return all(client.ended or client.refused for client in self.clients.values())
+        return all(client.closed for client in self.clients.values())
 
     def _quiet(self) -> bool:
         return all(r.service.idle and r.executing is None for r in self.replicas.values()) and not self.network.pulls
 
     def _what_is_left(self) -> str:
-        left = [c.request.request_id for c in self.clients.values() if not (c.ended or c.refused)]
+        left = [c.request.request_id for c in self.clients.values() if not c.closed]
         busy = [r.address.replica_id for r in self.replicas.values() if not r.service.idle]
         return f"requests {left}, engines {busy}, {len(self.network.pulls)} pulls"
 
     # ---- clients and router
 
+    def _start_router(self) -> None:
+        """A router with an empty table and a new epoch; the supervisor tells it which engines live."""
+        address = Address(ROUTER_ID, next(self._epochs))
+        self.router = Router(self._router_config, address=address, clock=self.clock, seed=self.seed)
+        self._router_in, self._router_out = Incoming(address, self.clock), Outgoing(address)
+        self.router_alive = True
+        self.note(f"start router epoch {address.epoch}")
+        for replica in self.replicas.values():
+            self.router.replica_started(replica.address)
+        self._flush_router()
+        self._router_tick(self.router)
+
+    def _kill_router(self) -> None:
+        self.note("kill router")
+        self.router_alive = False
+        self._cut_off(self._router_out)
+        for client in self.clients.values():
+            client.lost = client.lost or (not client.closed and client.request.request_id in self._submitted)
+        self._at(self.random.uniform(0.01, 12.0), self._start_router)
+
     def _submit(self, client: Client) -> None:
+        if not self.router_alive:
+            client.refused = RequestFailed("the router is down")
+            return
+        self._submitted.add(client.request.request_id)
         try:
             self.router.submit(client.request)
         except RequestError as error:
@@ -235,24 +286,36 @@ class Simulation:
         self._flush_router()
 
     def _cancel(self, client: Client) -> None:
-        if client.ended is None:
-            self.num_faults += 1
-            self.note(f"cancel {client.request.request_id}")
+        if client.closed:
+            return
+        self.num_faults += 1
+        self.note(f"cancel {client.request.request_id}")
         self.router.cancel(client.request.request_id)
         self._flush_router()
 
-    def _router_tick(self) -> None:
+    def _router_tick(self, router: Router) -> None:
+        if router is not self.router or not self.router_alive:
+            return
+        if self._router_kills_left and self.clock.now > 0.5 and self._chance(0.008):
+            self._router_kills_left -= 1
+            self._kill_router()
+            return
         self.router.tick()
         for lost in self._router_in.lost():
             self.router.replica_lost(lost)
+        for lost in self.router.lost:
+            replica = self.replicas.get(lost.replica_id)
+            if replica is not None and replica.address == lost:
+                self._kill(replica)
+        self.router.lost.clear()
         self._flush_router()
-        self._at(TICK_S, self._router_tick)
+        self._at(TICK_S, partial(self._router_tick, router))
 
     def _flush_router(self) -> None:
         self._send_all(self._router_out, self.router.outbox)
         for event in self.router.events:
             client = self.clients[event.request_id]
-            if client.ended is not None:
+            if client.closed:
                 raise Violation(self, f"I13: {event} after the terminal event of {event.request_id}")
             if isinstance(event, Tokens):
                 client.received.extend(event.token_ids.tolist())
@@ -271,9 +334,18 @@ class Simulation:
                 self._at(delay, partial(self._arrive, envelope))
         outbox.clear()
 
+    def _cut_off(self, outgoing: Outgoing) -> None:
+        """The sender is dead: of what is still under way to each receiver a drawn beginning arrives."""
+        for receiver, num_sent in outgoing.sent().items():
+            self._cut[outgoing.address, receiver] = max(0, num_sent - self.random.choice([0, 0, 1, 2, 5]))
+
     def _arrive(self, envelope: Envelope) -> None:
         name = envelope.receiver.replica_id
+        if envelope.seq >= self._cut.get((envelope.sender, envelope.receiver), envelope.seq + 1):
+            return
         if name == ROUTER_ID:
+            if not self.router_alive:
+                return
             for ready in self._router_in.accept(envelope):
                 self.note(f"{_text(ready)}")
                 self.router.handle(ready)
@@ -284,7 +356,12 @@ class Simulation:
             return
         for ready in replica.incoming.accept(envelope):
             self.note(f"{_text(ready)}")
+            known = replica.service.keys()
             replica.service.handle(ready)
+            if ready.receiver != replica.address and not replica.service.keys() <= known:
+                raise Violation(
+                    self, f"I11: {_text(ready)} was meant for epoch {ready.receiver.epoch} and left a trace in {replica.address}"
+                )
         self._turn(replica)
 
     # ---- engines
@@ -307,33 +384,59 @@ class Simulation:
             endpoint=endpoint,
         )
         scheduler = Scheduler(
-            replace(config, prompt_reservation="hold") if is_prefill else config, num_blocks=config.num_blocks, fingerprint=LAYOUT, eos_token_ids=()
+            replace(config, prompt_reservation="hold") if is_prefill else config,
+            num_blocks=config.num_blocks,
+            fingerprint=LAYOUT,
+            eos_token_ids=(),
         )
         service: PrefillService | DecodeService
         if words is not None:
             self.network.export(endpoint, blocks, words)
             service = PrefillService(
-                address=address, scheduler=scheduler, leases=LeaseTable(words, address.epoch), config=TRANSFER, link=LINK, hello=hello, clock=self.clock
+                address=address,
+                scheduler=scheduler,
+                leases=LeaseTable(words, address.epoch),
+                config=TRANSFER,
+                link=LINK,
+                hello=hello,
+                clock=self.clock,
             )
         else:
             transport = LocalTransport(self.network, blocks)
             service = DecodeService(
-                address=address, scheduler=scheduler, transport=transport, config=TRANSFER, link=LINK, hello=hello, block_bytes=32, clock=self.clock
+                address=address,
+                scheduler=scheduler,
+                transport=transport,
+                config=TRANSFER,
+                link=LINK,
+                hello=hello,
+                block_bytes=32,
+                clock=self.clock,
             )
         replica = Replica(
             address, service, scheduler, ArithmeticRunner(cache), Incoming(address, self.clock), Outgoing(address), cache, words
         )
         self.replicas[name] = replica
         self.note(f"start {name} epoch {address.epoch}")
-        self.router.replica_started(address)
-        self._flush_router()
+        if self.router_alive:
+            self.router.replica_started(address)
+            self._flush_router()
         self._engine_tick(replica)
 
     def _engine_tick(self, replica: Replica) -> None:
         if not replica.alive:
             return
-        if self._kills_left and self.clock.now > 0.5 and self._chance(0.01):
+        if self._kills_left and self.clock.now > 0.5 and self._chance(0.04):
             self._kills_left -= 1
+            self._kill(replica)
+            return
+        if self._drains_left and self.router_alive and self.clock.now > 0.5 and self._chance(0.04):
+            self._drains_left -= 1
+            replica.draining = True
+            self.note(f"drain {replica.address.replica_id}")
+            self.router.drain_replica(replica.address, self.random.uniform(0.0, 2.0))
+            self._flush_router()
+        if replica.draining and replica.service.drained:
             self._kill(replica)
             return
         for lost in replica.incoming.lost():
@@ -357,7 +460,10 @@ class Simulation:
             if batch is not None:
                 replica.executing = batch
                 self.note(f"{replica.address.replica_id}: step {batch.tray()}")
-                self._at(0.002 + 0.0005 * batch.num_tokens * self.random.random(), lambda: self._step_end(replica))
+                seconds = 0.002 + self._token_s * batch.num_tokens * self.random.random()
+                if self._chance(self.faults.stall):
+                    seconds += self.random.uniform(1.0, 15.0)
+                self._at(seconds, partial(self._step_end, replica))
         self._send_all(replica.outgoing, service.outbox)
         self._move_new_pulls()
 
@@ -379,6 +485,7 @@ class Simulation:
         replica.alive = False
         name = replica.address.replica_id
         self.note(f"kill {name} epoch {replica.address.epoch}")
+        self._cut_off(replica.outgoing)
         del self.replicas[name]
         if replica.words is not None:
             self.network.remove(f"{name}@{replica.address.epoch}".encode())
@@ -393,8 +500,9 @@ class Simulation:
             self._start_replica(name)
 
         def noticed() -> None:
-            self.router.replica_down(replica.address)
-            self._flush_router()
+            if self.router_alive:
+                self.router.replica_down(replica.address)
+                self._flush_router()
 
         self._at(self.random.uniform(0.01, 1.0), noticed)
         self._at(self.random.uniform(0.05, 3.0), restart)

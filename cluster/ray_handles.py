@@ -109,7 +109,8 @@ class RayCluster:
             if os.environ.get("RAY_ADDRESS"):
                 ray.init(address="auto", namespace=namespace, log_to_driver=False, logging_level="error")
             else:
-                directory = Path(tempfile.mkdtemp(prefix="twopass-", dir="/tmp"))  # Unix sockets below it: the path must stay short
+                # Unix sockets lie below it, so the path must stay short; the pid says whose it is.
+                directory = Path(tempfile.mkdtemp(prefix=f"twopass-{os.getpid()}-", dir="/tmp"))
                 ray.init(
                     address="local",
                     namespace=namespace,

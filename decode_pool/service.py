@@ -263,6 +263,10 @@ class DecodeService:
         """Nothing live: no request, no early handoff, no pull."""
         return not self._entries and self._scheduler.idle
 
+    def keys(self) -> set[RequestKey]:
+        """Attempts that are not gone."""
+        return set(self._entries)
+
     @property
     def drained(self) -> bool:
         return self._drain_at is not None and self.idle

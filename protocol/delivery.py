@@ -19,6 +19,10 @@ class Outgoing:
         self.address = address
         self._next_seq: dict[Address, int] = {}
 
+    def sent(self) -> dict[Address, int]:
+        """Messages numbered so far, by receiver."""
+        return dict(self._next_seq)
+
     def envelope(self, receiver: Address, message: Message) -> Envelope:
         """Every envelope must be sent: the receiver waits for each number."""
         seq = self._next_seq.get(receiver, 0)

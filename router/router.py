@@ -1,11 +1,11 @@
 """The life of every request: R's table of the handoff protocol, row by row. The router owns requests and nothing else.
 
- 1. `submit`: checked against what the engines can hold, then it waits in one line       QUEUED
- 2. `tick`: the policy picks a pair, or a decode engine alone; both get the request      ACTIVE
- 3. `StepTokens`: what lies beyond the delivered tokens goes to the client, once         ACTIVE
- 4. failed, returned, an engine down: the other is told, the next attempt gets
-    prompt + delivered tokens                                                            QUEUED
- 5. exactly one `Ended` per accepted request                                             CLOSED
+1. `submit`: checked against what the engines can hold, then it waits in one line       QUEUED
+2. `tick`: the policy picks a pair, or a decode engine alone; both get the request      ACTIVE
+3. `StepTokens`: what lies beyond the delivered tokens goes to the client, once         ACTIVE
+4. failed, returned, an engine down: the other is told, the next attempt gets
+   prompt + delivered tokens                                                            QUEUED
+5. exactly one `Ended` per accepted request                                             CLOSED
 """
 
 import random
@@ -121,7 +121,9 @@ class Router:
         if not rooms:
             raise RequestFailed("disaggregation is strict and no prefill engine is up")
         if num_tokens > max(rooms):
-            raise InvalidRequest("prompt", f"{num_tokens} tokens with its answer", f"the prefill engines' KV pools hold {max(rooms)} tokens")
+            raise InvalidRequest(
+                "prompt", f"{num_tokens} tokens with its answer", f"the prefill engines' KV pools hold {max(rooms)} tokens"
+            )
 
     def cancel(self, request_id: str) -> None:
         """The client is gone. Unknown or closed requests are fine."""
@@ -397,7 +399,9 @@ class Router:
         """One attempt failed: try again from what was delivered, or give up."""
         entry.num_failures += 1
         if entry.num_failures >= self._config.max_attempts:
-            self._close(entry, None, RequestFailed(f"{entry.num_failures} attempts failed, max_attempts is {self._config.max_attempts}: {error}"))
+            self._close(
+                entry, None, RequestFailed(f"{entry.num_failures} attempts failed, max_attempts is {self._config.max_attempts}: {error}")
+            )
             return
         self.counters["retries"] += 1
         self._requeue(entry, front=True)

@@ -32,10 +32,10 @@ def descendants(pid: int) -> dict[int, str]:
 
 
 def orphans() -> set[str]:
-    """Shared-memory files whose creator is dead, and private Ray folders that no live process works in."""
-    commands = [command for _, command in processes().values()]
+    """Shared-memory files whose creator is dead, and private Ray folders whose supervisor is; those of this process count as well."""
+    others = {str(pid) for pid in processes() if pid != os.getpid()}
     memory = {str(path) for path in Path("/dev/shm").glob("twopass-*") if not _locked(path)}
-    folders = {str(path) for path in Path("/tmp").glob("twopass-*") if not any(str(path) in command for command in commands)}
+    folders = {str(path) for path in Path("/tmp").glob("twopass-*-*") if path.name.split("-")[1] not in others}
     return memory | folders
 
 

@@ -349,6 +349,17 @@ def test_a_failed_step_takes_its_hashes_back() -> None:
     assert driver.step()[1].admitted == [(key_of("c"), 0)]
 
 
+def test_a_failed_step_spoils_those_who_reserved_what_it_would_have_computed() -> None:
+    driver = Driver()
+    driver.add("a", 8)
+    driver.schedule()
+    driver.add("remote", 8, kv="remote")
+    driver.scheduler.offer(key_of("remote"))
+    (reserved,) = driver.schedule()[1].reserved
+    assert reserved.num_cached_tokens == 8
+    assert set(driver.scheduler.fail_step()) == {key_of("a"), key_of("remote")}
+
+
 def test_an_output_for_other_sequences_is_an_error() -> None:
     driver = Driver()
     driver.add("a", 4)

@@ -53,6 +53,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.reserved: list[Reserved] = []
         self.owned_outside: list[list[int]] = []
         self.batches: list[Batch] = []
+        self.written: list[set[int]] = []
+        """Blocks that each batch in flight writes into."""
         self.count = 0
 
     # ---- what people do
@@ -159,11 +161,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(set(batch.rows.tolist())) == len(batch.rows)
         assert (batch.num_scheduled > 0).all()
         self.batches.append(batch)
+        size, tables = self.config.block_size, batch.block_tables
+        ends = (batch.num_computed + batch.num_scheduled).tolist()
+        chunks = zip(batch.rows.tolist(), batch.num_computed.tolist(), ends, strict=True)
+        self.written.append({block for row, start, end in chunks for block in tables[row, start // size : -(-end // size)].tolist()})
 
     @precondition(lambda self: self.batches)
     @rule()
     def commit(self) -> None:
         batch = self.batches.pop(0)
+        self.written.pop(0)
         self._apply(self.scheduler.commit(self.model.execute(batch)))
 
     @precondition(lambda self: self.batches)
@@ -173,6 +180,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         while self.batches:
             self.batches.pop(0)
+            self.written.pop(0)
             for key in self.scheduler.fail_step():
                 self.scheduler.abort(key)
                 self._forget(key)
@@ -240,6 +248,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             owners.update(blocks)
         references = {block: count for block, count in enumerate(scheduler.blocks._references) if count}
         assert references == dict(owners)
+        free = {*scheduler.blocks._blank, *scheduler.blocks._cached}
+        assert all(free.isdisjoint(blocks) for blocks in self.written), "a block that a step in flight writes into is free"
         assert set(scheduler._state.live) == set(self.requests)
         assert scheduler.num_running <= self.config.max_num_seqs
 

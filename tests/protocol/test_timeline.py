@@ -10,5 +10,8 @@ def test_stages_add_up_to_the_whole_time() -> None:
     clock.advance_to(14.0)
     timeline.enter("queue")
     clock.advance_to(14.25)
-    assert timeline.close() == {"queue": 1.75, "prefill": 2.5, }
+    assert timeline.close() == {
+        "queue": 1.75,
+        "prefill": 2.5,
+    }
     assert sum(timeline.seconds.values()) == 4.25

@@ -12,9 +12,7 @@ CHAIN = [bytes([i]) * 16 for i in range(4)]
 
 
 def replica(name: str, role: Any = "decode", *, free: int | None = None, age: float = 0.0, num_blocks: int = 101, **fields: Any) -> Replica:
-    hello = Hello(
-        role=role, layout_fingerprint=b"l", block_size=4, num_blocks=num_blocks, max_num_seqs=2, max_model_len=400, endpoint=b""
-    )
+    hello = Hello(role=role, layout_fingerprint=b"l", block_size=4, num_blocks=num_blocks, max_num_seqs=2, max_model_len=400, endpoint=b"")
     made = Replica(Address(name, 1), hello, NOW - age)
     if free is not None:
         made.status = ReplicaStatus(
@@ -85,7 +83,9 @@ def test_at_least_one_token_is_always_computed() -> None:
     assert ask(num_tokens=16).num_uncached(replica("a", hashes=set(CHAIN))) == 1
 
 
-def choose(prefill: list[Replica], decode: list[Replica], *, disaggregation: Any = "auto", minimum: int = 0, tokens: int = 17) -> Pick | None:
+def choose(
+    prefill: list[Replica], decode: list[Replica], *, disaggregation: Any = "auto", minimum: int = 0, tokens: int = 17
+) -> Pick | None:
     return pick(least_loaded, prefill, decode, ask(tokens), disaggregation=disaggregation, min_disaggregated_tokens=minimum)
 
 

@@ -53,7 +53,9 @@ class World:
         fields: dict[str, Any] = {"max_tokens": 5, "sampling": SamplingParams()}
         self.router.submit(ClientRequest(request_id=name, prompt_token_ids=np.array([7, 8, 9], np.int32), **(fields | changes)))
 
-    def tokens(self, sender: Address, offset: int, token_ids: list[int], end: Any = None, *, attempt: int = 1, slot: int = 0, **more: Any) -> None:
+    def tokens(
+        self, sender: Address, offset: int, token_ids: list[int], end: Any = None, *, attempt: int = 1, slot: int = 0, **more: Any
+    ) -> None:
         ends = (End(slot, attempt, *end),) if end else ()
         one = [slot] if token_ids else []
         self.say(
@@ -224,7 +226,11 @@ def test_a_gap_means_down_and_the_supervisor_is_told() -> None:
 
 
 def test_cancel_deadline_and_stop_end_it_everywhere() -> None:
-    for act, kind, reason in [("cancel", RequestCancelled, "client"), ("deadline", DeadlineExceeded, "deadline"), ("stop", None, "superseded")]:
+    for act, kind, reason in [
+        ("cancel", RequestCancelled, "client"),
+        ("deadline", DeadlineExceeded, "deadline"),
+        ("stop", None, "superseded"),
+    ]:
         world = World()
         world.submit(deadline_s=2.0)
         world.sent()

@@ -14,8 +14,8 @@ from engine.scheduler_state import SchedulerState
 from engine.sequence import Sequence
 from kv_transfer.state import DecodeEvent
 from prefill_pool.service import PrefillService
-from protocol.errors import PullFailed
-from protocol.messages import Address, EndKind, Int32, KVRelease
+from protocol.errors import PullFailed, RequestCancelled, RequestError
+from protocol.messages import Address, EndKind, Envelope, FinishReason, Int32, KVRelease, KVRenew
 from router.request import Open, Tokens
 from router.router import Router
 
@@ -36,8 +36,8 @@ def release_ignored(patch: pytest.MonkeyPatch) -> None:
 
 
 def router_does_not_deduplicate(patch: pytest.MonkeyPatch) -> None:
-    def deliver(self: Router, entry: Open, sender: Address, offset: int, token_ids: Int32) -> None:
-        original(self, entry, sender, offset, token_ids[:0])
+    def deliver(self: Router, entry: Open, sender: Address, offset: int, token_ids: Int32, now: float) -> None:
+        original(self, entry, sender, offset, token_ids[:0], now)
         entry.delivered.extend(token_ids.tolist())
         self.events.append(Tokens(entry.request.request_id, token_ids))
 
@@ -69,6 +69,60 @@ def release_sent_twice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DecodeService, "_refuse", refuse)
 
 
+def lease_not_renewed(patch: pytest.MonkeyPatch) -> None:
+    original = DecodeService.tick
+
+    def tick(self: DecodeService) -> None:
+        original(self)
+        self.outbox[:] = [(to, message) for to, message in self.outbox if not isinstance(message, KVRenew)]
+
+    patch.setattr(DecodeService, "tick", tick)
+
+
+def offer_to_a_replica_that_was_replaced(patch: pytest.MonkeyPatch) -> None:
+    original = DecodeService.handle
+
+    def handle(self: DecodeService, envelope: Envelope) -> None:
+        original(self, envelope._replace(receiver=self.address))
+
+    patch.setattr(DecodeService, "handle", handle)
+
+
+def counter_not_decremented_on_reject(patch: pytest.MonkeyPatch) -> None:
+    original = Router._failed
+
+    def failed(self: Router, entry: Open, error: str) -> None:
+        entry.prefill = None
+        original(self, entry, error)
+
+    patch.setattr(Router, "_failed", failed)
+
+
+def deadline_only_checked_when_busy(patch: pytest.MonkeyPatch) -> None:
+    original = DecodeService.tick
+
+    def tick(self: DecodeService) -> None:
+        if self._scheduler.num_running:
+            original(self)
+
+    patch.setattr(DecodeService, "tick", tick)
+
+
+def retry_after_the_terminal_event(patch: pytest.MonkeyPatch) -> None:
+    original = Router._close
+
+    def close(self: Router, entry: Open, finish_reason: FinishReason | None, error: RequestError | None) -> None:
+        key = entry.key
+        original(self, entry, finish_reason, error)
+        if isinstance(error, RequestCancelled) and key is not None:
+            entry.key, entry.prefill, entry.decode = None, None, None
+            self._open[entry.slot] = entry
+            self._slots[entry.request.request_id] = entry.slot
+            self._line.push(entry.slot, 0)
+
+    patch.setattr(Router, "_close", close)
+
+
 @pytest.mark.parametrize(
     "plant",
     [
@@ -78,6 +132,11 @@ def release_sent_twice(patch: pytest.MonkeyPatch) -> None:
         lease_word_not_read,
         hashes_visible_before_verification,
         release_sent_twice,
+        lease_not_renewed,
+        offer_to_a_replica_that_was_replaced,
+        counter_not_decremented_on_reject,
+        deadline_only_checked_when_busy,
+        retry_after_the_terminal_event,
     ],
     ids=lambda plant: plant.__name__,
 )

@@ -148,6 +148,8 @@ class Simulation:
         self._cut: dict[tuple[Address, Address], int] = {}
         """By (dead sender, receiver): the first of its messages that does not arrive."""
         self.engine_config = self._draw_config()
+        self._prefill_room = self.random.choice([1, 2])
+        """Blocks of a prefill engine, in decode engines: with more, leases pile up in front of a full decode engine."""
         self._token_s = self.random.choice([0.0005, 0.0005, 0.04])
         """Longest time a step takes per token. Slow engines make leases wait."""
         self._router_config = RouterConfig(
@@ -370,6 +372,8 @@ class Simulation:
         address = Address(name, next(self._epochs))
         config = self.engine_config
         is_prefill = name.startswith("prefill")
+        if is_prefill:
+            config = replace(config, prompt_reservation="hold", num_blocks=self._prefill_room * config.num_blocks)
         cache = np.zeros((config.num_blocks, config.block_size), np.int64)
         blocks = cache.view(np.uint8)
         words = np.zeros(config.num_blocks, np.uint64) if is_prefill else None
@@ -384,7 +388,7 @@ class Simulation:
             endpoint=endpoint,
         )
         scheduler = Scheduler(
-            replace(config, prompt_reservation="hold") if is_prefill else config,
+            config,
             num_blocks=config.num_blocks,
             fingerprint=LAYOUT,
             eos_token_ids=(),
@@ -522,7 +526,7 @@ class Simulation:
         else:
             pull.advance(1)
         if not pull.done:
-            slow = self.faults.pull_failure and self.random.random() < 0.03
+            slow = self.faults.pull_failure and self.random.random() < 0.08
             self._at(self.random.uniform(0.1, 3.0) if slow else self.random.uniform(0.0002, 0.004), lambda: self._move(pull))
             return
         self._started_pulls.discard(id(pull))
@@ -542,7 +546,7 @@ def run_seeds(first_seed: int, num_seeds: int) -> dict[str, int]:
     """One run per seed, sizes drawn from it. Raises Violation at the first that breaks an invariant."""
     totals = dict.fromkeys(("seeds", "requests", "faults", "events"), 0)
     for seed in range(first_seed, first_seed + num_seeds):
-        draw = random.Random(seed)
+        draw = random.Random(f"sizes {seed}")  # another stream than the run's own
         pools = draw.choice([(1, 1), (1, 1), (2, 2), (1, 3), (0, 2), (2, 1)])
         faults = NO_FAULTS if draw.random() < 0.2 else ALL_FAULTS
         simulation = Simulation(seed, num_prefill=pools[0], num_decode=pools[1], num_requests=draw.randint(20, 30), faults=faults)

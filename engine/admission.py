@@ -74,11 +74,11 @@ def _admit(state: SchedulerState, sequence: Sequence, budget: int, *, alone: boo
         return 0
     state.line.pop()
     state.blocks.acquire(hits)
-    fresh = state.blocks.allocate((full if config.prompt_reservation == "hold" else first) - len(hits))
-    position = _seat(state, sequence, cached, hits + fresh)
+    blocks = hits + state.blocks.allocate((full if config.prompt_reservation == "hold" else first) - len(hits))
+    position = _seat(state, sequence, cached, blocks)
     _note_admission(state, sequence, cached)
     if cached + num >= state.table.edge[position]:
-        state.hash_blocks(position, cached + num)
+        state.hash_blocks(position, cached + num, blocks)
     return num
 
 

@@ -5,7 +5,7 @@ findable by hash until the block is taken), or *quarantined* (no reference left,
 Block 0 is never used. Blank blocks are taken first, then cached ones, least recently freed first.
 """
 
-from collections import OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Sequence as Seq
 
 from protocol.errors import ProtocolError
@@ -25,20 +25,18 @@ class BlockManager:
         """References held outside the scheduler."""
         self._references = [0] * num_blocks
         self._blank = list(range(num_blocks - 1, 0, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()
-        """Freed first, first."""
+        self._cached = _FreedBlocks(num_blocks)
         self._block_of: dict[bytes, int] = {}
         self._twins: dict[bytes, list[int]] = {}
         """Further blocks with the hash of a block in `_block_of`, oldest first."""
-        self._hash_of: dict[int, bytes] = {}
+        self._hash_of: list[bytes | None] = [None] * num_blocks
         self._num_scheduled = 0
         self._num_committed = 0
         self._quarantine: deque[tuple[int, int, list[int]]] = deque()
         """(last step that may touch them, serial number, blocks), oldest first."""
         self._serial = 0
-        self._serial_of = [0] * num_blocks
-        """Entry of `_quarantine` that is to free the block: the last one, if it was hit and released again meanwhile."""
-        self._num_quarantined = 0
+        self._kept_back: dict[int, int] = {}
+        """Block -> serial number of the entry of `_quarantine` that is to free it: the last, if it was hit and released again meanwhile."""
         self._added: deque[bytes] = deque(maxlen=MAX_LOGGED_HASHES)
         self._removed: deque[bytes] = deque(maxlen=MAX_LOGGED_HASHES)
 
@@ -60,11 +58,11 @@ class BlockManager:
 
     @property
     def num_quarantined(self) -> int:
-        return self._num_quarantined
+        return len(self._kept_back)
 
     @property
     def num_owned(self) -> int:
-        return self.num_usable - self.num_free - self._num_quarantined
+        return self.num_usable - self.num_free - len(self._kept_back)
 
     # ---- taking and giving back
 
@@ -85,26 +83,25 @@ class BlockManager:
 
     def _evict(self, count: int) -> list[int]:
         """Takes the cached blocks that were freed first; their content can no longer be found."""
-        pop = self._cached.popitem
-        blocks = [pop(False)[0] for _ in range(count)]
+        blocks = self._cached.pop(count)
         if self._twins:
             for block in blocks:
-                self.forget(block)
-        else:
-            hashes = list(map(self._hash_of.pop, blocks))
-            self._removed.extend(hashes)
-            deque(map(self._block_of.__delitem__, hashes), maxlen=0)
+                self._unname(block)
+            return blocks
+        hash_of, block_of = self._hash_of, self._block_of
+        hashes = [block_hash for block in blocks if (block_hash := hash_of[block]) is not None]
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            hash_of[block] = None
+            del block_of[block_hash]
+        self._removed.extend(hashes)
         return blocks
 
     def acquire(self, blocks: Seq[int]) -> None:
         """Adds a reference to each: to blocks found by `lookup`, or to blocks somebody owns already."""
         references = self._references
         for block in blocks:
-            if references[block] == 0:
-                if block in self._cached:
-                    del self._cached[block]
-                else:
-                    self._num_quarantined -= 1
+            if references[block] == 0 and self._kept_back.pop(block, None) is None:
+                self._cached.remove(block)
             references[block] += 1
 
     def release(self, blocks: Seq[int]) -> None:
@@ -122,9 +119,7 @@ class BlockManager:
             return
         self._serial += 1
         self._quarantine.append((self._num_scheduled, self._serial, gone))
-        self._num_quarantined += len(gone)
-        for block in gone:
-            self._serial_of[block] = self._serial
+        self._kept_back.update(dict.fromkeys(gone, self._serial))
 
     def free(self, block_ids: Seq[int]) -> None:
         """`release` for owners outside the scheduler: gives up one of their references to each block."""
@@ -145,12 +140,11 @@ class BlockManager:
         self.num_external += count
 
     def _make_free(self, gone: list[int]) -> None:
-        hash_of, cached, blank = self._hash_of, self._cached, self._blank
-        for block in gone:
-            if block in hash_of:
-                cached[block] = None
-            else:
-                blank.append(block)
+        hash_of = self._hash_of
+        cached = [block for block in gone if hash_of[block] is not None]
+        if len(cached) < len(gone):
+            self._blank.extend([block for block in gone if hash_of[block] is None])
+        self._cached.push(cached)
 
     # ---- steps in flight
 
@@ -163,8 +157,9 @@ class BlockManager:
         self._num_committed += 1
         while self._quarantine and self._quarantine[0][0] <= self._num_committed:
             _, serial, gone = self._quarantine.popleft()
-            gone = [block for block in gone if self._references[block] == 0 and self._serial_of[block] == serial]
-            self._num_quarantined -= len(gone)
+            gone = [block for block in gone if self._kept_back.get(block) == serial]
+            for block in gone:
+                del self._kept_back[block]
             self._make_free(gone)
 
     # ---- prefix cache
@@ -181,15 +176,17 @@ class BlockManager:
 
     def num_free_among(self, blocks: Seq[int]) -> int:
         """How many of these blocks count as free now: acquiring them uses them up."""
-        return sum(block in self._cached for block in blocks)
+        return sum(self._references[block] == 0 and block not in self._kept_back for block in blocks)
 
     def insert(self, hashes: Seq[bytes], blocks: Seq[int]) -> None:
         """Makes owned blocks findable, each by its hash; those that already are stay as they are."""
         hash_of, block_of = self._hash_of, self._block_of
-        if not hash_of.keys().isdisjoint(blocks):
-            pairs = [pair for pair in zip(hashes, blocks, strict=True) if pair[1] not in hash_of]
+        named = [block for block in blocks if hash_of[block] is not None]
+        if named:
+            pairs = [pair for pair in zip(hashes, blocks, strict=True) if hash_of[pair[1]] is None]
             hashes, blocks = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        hash_of.update(zip(blocks, hashes, strict=True))
+        for block_hash, block in zip(hashes, blocks, strict=True):
+            hash_of[block] = block_hash
         if block_of.keys().isdisjoint(hashes):
             num_before = len(block_of)
             block_of.update(zip(hashes, blocks, strict=True))
@@ -206,12 +203,18 @@ class BlockManager:
 
     def forget(self, block: int) -> None:
         """Makes a block unfindable. No-op if it already is."""
-        block_hash = self._hash_of.pop(block, None)
+        if self._hash_of[block] is None:
+            return
+        if self._references[block] == 0 and block not in self._kept_back:
+            self._cached.remove(block)
+            self._blank.append(block)
+        self._unname(block)
+
+    def _unname(self, block: int) -> None:
+        block_hash = self._hash_of[block]
         if block_hash is None:
             return
-        if block in self._cached:
-            del self._cached[block]
-            self._blank.append(block)
+        self._hash_of[block] = None
         twins = self._twins.get(block_hash)
         if twins is None:
             del self._block_of[block_hash]
@@ -241,11 +244,64 @@ class BlockManager:
 
     def check(self) -> None:
         """Every block is in exactly one place. Raises ProtocolError."""
-        free = self._blank + list(self._cached)
+        free = self._blank + self._cached.in_order()
         num_owned = sum(count > 0 for count in self._references)
         if len(set(free)) != len(free) or 0 in free or any(self._references[block] for block in free):
             raise ProtocolError("a free block is owned, listed twice, or block 0")
-        if num_owned + len(free) + self._num_quarantined != self.num_usable:
-            raise ProtocolError(f"{len(free)} free + {num_owned} owned + {self._num_quarantined} kept back != {self.num_usable}")
-        if any(block not in self._hash_of for block in self._cached) or any(block in self._hash_of for block in self._blank):
+        if num_owned + len(free) + len(self._kept_back) != self.num_usable:
+            raise ProtocolError(f"{len(free)} free + {num_owned} owned + {len(self._kept_back)} kept back != {self.num_usable}")
+        if any(self._hash_of[block] is None for block in self._cached.in_order()) or any(self._hash_of[block] for block in self._blank):
             raise ProtocolError("a block is cached without a hash, or blank with one")
+
+
+class _FreedBlocks:
+    """Free blocks whose content can still be found, freed first, first. A queue that any of them may leave from the middle.
+
+    Who does leaves his entry behind: of the entries of one block only the last may be its own. (An OrderedDict costs ten times as much.)
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._queue: deque[int] = deque()
+        self._left: Counter[int] = Counter()
+        """Entries left behind, by block; they come before its own."""
+        self._num_left = 0
+        self._max_entries = 2 * num_blocks
+
+    def __len__(self) -> int:
+        return len(self._queue) - self._num_left
+
+    def in_order(self) -> list[int]:
+        left, blocks = self._left.copy(), []
+        for block in self._queue:
+            if left[block]:
+                left[block] -= 1
+            else:
+                blocks.append(block)
+        return blocks
+
+    def push(self, blocks: list[int]) -> None:
+        self._queue.extend(blocks)
+        if len(self._queue) > self._max_entries:
+            self._queue = deque(self.in_order())
+            self._left.clear()
+            self._num_left = 0
+
+    def remove(self, block: int) -> None:
+        """The block must be in here."""
+        self._left[block] += 1
+        self._num_left += 1
+
+    def pop(self, count: int) -> list[int]:
+        """Takes the `count` that were freed first; there must be as many."""
+        queue, left = self._queue, self._left
+        blocks: list[int] = []
+        while len(blocks) < count:
+            block = queue.popleft()
+            if block not in left:
+                blocks.append(block)
+                continue
+            self._num_left -= 1
+            left[block] -= 1
+            if not left[block]:
+                del left[block]
+        return blocks

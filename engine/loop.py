@@ -10,6 +10,7 @@
 7. What the service left in its outbox is numbered and sent.
 """
 
+import logging
 import queue
 import sys
 import threading
@@ -20,10 +21,12 @@ from typing import NamedTuple, Protocol
 from engine.runner import Batch, Runner, StepOutput
 from protocol.clock import Clock
 from protocol.delivery import Incoming, Outgoing
-from protocol.errors import TwopassError
+from protocol.errors import ProtocolError, TwopassError
 from protocol.messages import ROUTER_ID, Address, Drain, Envelope, Message, PeerGap
 
 TICK_S = 0.1
+
+log = logging.getLogger(__name__)
 
 
 class Service(Protocol):
@@ -68,6 +71,7 @@ class EngineLoop:
 
     `asynchronous`: the next batch is built while the step before it runs, and starts right after it, before that one's commit. The
     service must then allow `schedule` once more before a `commit`, the runner batches with pending tokens.
+    `strict`: a message that the protocol does not list ends the loop, as tests want it.
     `on_failure`: called once, from the thread that died of an error nobody expects; the loop has ended then, and the process should.
     """
 
@@ -82,8 +86,12 @@ class EngineLoop:
         asynchronous: bool = False,
         on_failure: Callable[[BaseException], None] | None = None,
         gap_timeout_s: float = 5.0,
+        strict: bool = False,
     ) -> None:
         self.address = address
+        self.num_protocol_errors = 0
+        """Messages that no table of the protocol lists."""
+        self._strict = strict
         self.failure: BaseException | None = None
         self._service, self._runner = service, runner
         self._clock, self._send, self._on_failure = clock, send, on_failure
@@ -184,9 +192,9 @@ class EngineLoop:
                     sender = envelope.sender
                     if sender.replica_id == ROUTER_ID and (self._router is None or self._router.epoch < sender.epoch):
                         self._router = sender
-                    self._service.handle(envelope)
+                    self._handle(envelope)
             case Drain():
-                self._service.handle(Envelope(self.address, self.address, 0, item))
+                self._handle(Envelope(self.address, self.address, 0, item))
             case StepOutput():
                 self._num_in_flight -= 1
                 self._service.commit(item)
@@ -196,6 +204,16 @@ class EngineLoop:
             case _Signal():
                 return item is _Signal.WAKE
         return True
+
+    def _handle(self, envelope: Envelope) -> None:
+        """What no table lists is ignored and counted, so that one wrong message harms nobody else; strict loops end."""
+        try:
+            self._service.handle(envelope)
+        except ProtocolError as error:
+            if self._strict:
+                raise
+            self.num_protocol_errors += 1
+            log.error("%s ignored %s from %s: %s", self.address, type(envelope.message).__name__, envelope.sender, error)
 
     def _fill(self) -> None:
         """Gives the step thread as many batches as the depth allows."""

@@ -64,7 +64,7 @@ def hash_running(state: SchedulerState, num: Int32) -> None:
     simple = (filled[due] < edges + size) & (edges > table.chained[due])
     if np.count_nonzero(simple) < len(simple):
         for position in due[~simple].tolist():
-            state.hash_blocks(position, int(filled[position]))
+            state.hash_blocks(position, int(filled[position]), table.blocks_of(position))
         due, edges = due[simple], edges[simple]
     rows, index, running = table.row[due], edges // size - 1, table.running
     chains = [running[position].chain for position in due.tolist()]

@@ -53,7 +53,7 @@ class Contexts(NamedTuple):
 
 def greedy(logits: torch.Tensor) -> Int32:
     """The likeliest token of every row, the first of equals: int32 [S]."""
-    return logits.argmax(dim=-1).to(torch.int32).numpy()
+    return logits.float().numpy().argmax(axis=-1).astype(np.int32)  # torch's own argmax of bf16 takes 25 times as long
 
 
 def choose(logits: torch.Tensor, sampling: RowSampling, contexts: Contexts) -> tuple[Int32, dict[int, TokenLogprobs]]:

@@ -67,11 +67,11 @@ class SchedulerState:
             self.num_offers -= sum(self.table.running[position].kv == "offer" for position in positions)
         self.table.leave(positions)
 
-    def hash_blocks(self, position: int, filled: int) -> None:
-        """Makes a running sequence's blocks findable up to `filled` tokens."""
+    def hash_blocks(self, position: int, filled: int, blocks: list[int]) -> None:
+        """Makes a running sequence's `blocks` (all of them) findable up to `filled` tokens."""
         table, size = self.table, self.config.block_size
         sequence = table.running[position]
         start, end = int(table.edge[position]) // size - 1, filled // size
         sequence.extend_chain(table.known(position), end, size)
-        self.blocks.insert(sequence.chain[start + 1 : end + 1], table.blocks_of(position)[start:end])
+        self.blocks.insert(sequence.chain[start + 1 : end + 1], blocks[start:end])
         table.edge[position] = (end + 1) * size

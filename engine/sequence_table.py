@@ -115,11 +115,13 @@ class SequenceTable:
     def append_blocks(self, positions: Int, counts: Int, blocks: list[int]) -> None:
         """Gives `counts[i]` >= 1 of `blocks` to each of `positions`, in order. The counts add up to len(blocks)."""
         rows, have = self.row[positions], self.capacity[positions] // self.block_size
+        added: Int | int = self.block_size
         if len(blocks) > len(positions):
+            added = counts * self.block_size
             within = np.arange(len(blocks)) - np.repeat(np.cumsum(counts) - counts, counts)
             rows, have = np.repeat(rows, counts), np.repeat(have, counts) + within
         self.block_tables[rows, have] = blocks
-        self.capacity[positions] += counts * self.block_size
+        self.capacity[positions] += added
 
     def blocks_of(self, position: int) -> list[int]:
         """Its blocks in sequence order."""

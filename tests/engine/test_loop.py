@@ -13,13 +13,14 @@ from engine.runner import Batch, Runner, StepOutput
 from engine.runners.arithmetic import ArithmeticRunner, expected_tokens
 from protocol.clock import VirtualClock
 from protocol.delivery import Outgoing
-from protocol.errors import PullFailed
+from protocol.errors import ProtocolError, PullFailed
 from protocol.messages import (
     AbortRequest,
     Address,
     Drain,
     Envelope,
     GenerateRequest,
+    KVRenew,
     Message,
     PeerGap,
     RequestKey,
@@ -155,6 +156,7 @@ def running(
     clock: Callable[[], float] | None = None,
     asynchronous: bool = False,
     on_failure: Callable[[BaseException], None] | None = None,
+    strict: bool = False,
 ) -> Iterator[tuple[EngineLoop, "queue.SimpleQueue[Envelope]"]]:
     sent: queue.SimpleQueue[Envelope] = queue.SimpleQueue()
     loop = EngineLoop(
@@ -165,6 +167,7 @@ def running(
         send=sent.put,
         asynchronous=asynchronous,
         on_failure=on_failure,
+        strict=strict,
     )
     loop.start()
     try:
@@ -263,6 +266,34 @@ def test_an_unexpected_error_of_the_service_ends_the_loop_visibly() -> None:
         loop.deliver(Outgoing(ROUTER).envelope(HERE, request(99, [1], 1)))
         assert isinstance(failures.get(timeout=TIMEOUT_S), IndexError)
     assert isinstance(loop.failure, IndexError)
+
+
+class PickyService(FakeService):
+    """Knows no `KVRenew`."""
+
+    def handle(self, envelope: Envelope) -> None:
+        if isinstance(envelope.message, KVRenew):
+            raise ProtocolError("KVRenew is no message for this service")
+        super().handle(envelope)
+
+
+def test_a_message_that_no_table_lists_is_ignored_counted_and_harms_nobody() -> None:
+    service, router = PickyService(), Outgoing(ROUTER)
+    with running(service, arithmetic()) as (loop, _):
+        loop.deliver(router.envelope(HERE, KVRenew(leases=())))
+        loop.deliver(router.envelope(HERE, request(0, [1, 2], 3)))
+        assert loop.wait_idle(TIMEOUT_S)
+        assert loop.num_protocol_errors == 1 and loop.failure is None
+    assert service.answers[0] == expected_tokens([1, 2], 3)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_strict_loop_ends_at_such_a_message() -> None:
+    failures: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+    with running(PickyService(), arithmetic(), on_failure=failures.put, strict=True) as (loop, _):
+        loop.deliver(Outgoing(ROUTER).envelope(HERE, KVRenew(leases=())))
+        assert isinstance(failures.get(timeout=TIMEOUT_S), ProtocolError)
+    assert isinstance(loop.failure, ProtocolError)
 
 
 def test_a_lasting_gap_is_reported_to_the_router_or_as_its_end() -> None:

@@ -248,7 +248,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             owners.update(blocks)
         references = {block: count for block, count in enumerate(scheduler.blocks._references) if count}
         assert references == dict(owners)
-        free = {*scheduler.blocks._blank, *scheduler.blocks._cached}
+        free = {*scheduler.blocks._blank, *scheduler.blocks._cached.in_order()}
         assert all(free.isdisjoint(blocks) for blocks in self.written), "a block that a step in flight writes into is free"
         assert set(scheduler._state.live) == set(self.requests)
         assert scheduler.num_running <= self.config.max_num_seqs

@@ -311,3 +311,14 @@ def test_stage_times_sum_to_the_time_in_the_router() -> None:
     stages = world.ended().stages
     assert sum(stages.values()) == pytest.approx(3.0)
     assert stages["messages"] == pytest.approx(0.2)
+
+
+def test_strict_disaggregation_refuses_what_would_fall_back() -> None:
+    world = World(prefill=False, disaggregation="strict")
+    with pytest.raises(RequestFailed, match="strict"):
+        world.submit()
+    world.hello(P, "prefill", num_blocks=3)
+    with pytest.raises(InvalidRequest, match="prefill engines' KV pools hold 8 tokens"):
+        world.submit(max_tokens=7)
+    world.submit("fits", max_tokens=6)
+    assert {m.role for _, m in world.sent(GenerateRequest)} == {"prefill", "decode"}

@@ -53,7 +53,8 @@ class Contexts(NamedTuple):
 
 def greedy(logits: torch.Tensor) -> Int32:
     """The likeliest token of every row, the first of equals: int32 [S]."""
-    return logits.float().numpy().argmax(axis=-1).astype(np.int32)  # torch's own argmax of bf16 takes 25 times as long
+    values: Float32 = logits.float().numpy()  # torch's own argmax of bf16 takes 5 times as long, conversion included
+    return values.argmax(axis=-1).astype(np.int32)
 
 
 def choose(logits: torch.Tensor, sampling: RowSampling, contexts: Contexts) -> tuple[Int32, dict[int, TokenLogprobs]]:

@@ -1,22 +1,22 @@
 """The system's error tree. The router maps each leaf to a gRPC status; `retryable` says whether trying again can help.
 
-    TwopassError
-    ├── RequestError                  one request; nobody else is harmed
-    │   ├── InvalidRequest            INVALID_ARGUMENT    no    names field, value and limit
-    │   ├── Overloaded                RESOURCE_EXHAUSTED  yes   names when to retry
-    │   ├── Draining                  UNAVAILABLE         yes
-    │   ├── DeadlineExceeded          DEADLINE_EXCEEDED   no
-    │   ├── RequestCancelled          CANCELLED           no
-    │   └── RequestFailed             UNAVAILABLE         yes   all attempts were spent
-    ├── StartupError                  nothing was started
-    │   ├── ConfigError               an unknown key, a bad value, knobs that contradict each other
-    │   ├── ModelError                missing or damaged weights, unknown architecture
-    │   └── CapacityError             memory, shared memory or a port is not to be had
-    ├── TransferError                 one KV transfer; the attempt fails, the request is retried
-    │   ├── LayoutMismatch            the two caches do not look alike
-    │   ├── PullFailed                bytes did not arrive
-    │   └── LeaseLost                 they arrived, but the lease word had changed
-    └── ProtocolError                 a bug: a message or transition that no table lists
+TwopassError
+├── RequestError                  one request; nobody else is harmed
+│   ├── InvalidRequest            INVALID_ARGUMENT    no    names field, value and limit
+│   ├── Overloaded                RESOURCE_EXHAUSTED  yes   names when to retry
+│   ├── Draining                  UNAVAILABLE         yes
+│   ├── DeadlineExceeded          DEADLINE_EXCEEDED   no
+│   ├── RequestCancelled          CANCELLED           no
+│   └── RequestFailed             UNAVAILABLE         yes   all attempts were spent
+├── StartupError                  nothing was started
+│   ├── ConfigError               an unknown key, a bad value, knobs that contradict each other
+│   ├── ModelError                missing or damaged weights, unknown architecture
+│   └── CapacityError             memory, shared memory or a port is not to be had
+├── TransferError                 one KV transfer; the attempt fails, the request is retried
+│   ├── LayoutMismatch            the two caches do not look alike
+│   ├── PullFailed                bytes did not arrive
+│   └── LeaseLost                 they arrived, but the lease word had changed
+└── ProtocolError                 a bug: a message or transition that no table lists
 """
 
 

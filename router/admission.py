@@ -51,7 +51,9 @@ class Limits:
         max_tokens = min(request.max_tokens, num_left)
         if num_prompt + max_tokens - 1 > self.num_pool_tokens:
             raise InvalidRequest(
-                "max_tokens", request.max_tokens, f"prompt of {num_prompt} + max_tokens - 1 over the KV pool of {self.num_pool_tokens} tokens"
+                "max_tokens",
+                request.max_tokens,
+                f"prompt of {num_prompt} + max_tokens - 1 over the KV pool of {self.num_pool_tokens} tokens",
             )
         if request.deadline_s is not None and request.deadline_s <= 0:
             raise DeadlineExceeded(f"deadline: {request.deadline_s:g} s left on arrival")

@@ -11,13 +11,17 @@ from router.tokenizer import Tokenizer, join_bytes
 
 
 class Detokenizer:
-    """Lives as long as one answer. `stopped` turns true at the first complete stop string; the text ends before it."""
+    """Lives as long as one answer. `stopped` turns true at the first complete stop string; the text ends before it, or with it
+    if `include_stop`. One that is complete within the first `min_tokens` tokens counts for nothing."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), *, include_stop: bool = False, min_tokens: int = 0) -> None:
         self._token_bytes = tokenizer.token_bytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._matchers = [_Matcher(text) for text in stop]
         self._held = ""
+        self._include_stop = include_stop
+        self._num_free = min_tokens
+        """Tokens still to come that end nothing."""
         self.stopped = False
 
     def push(self, token_ids: Int32) -> tuple[str, int]:
@@ -26,6 +30,7 @@ class Detokenizer:
             return self._utf8.decode(join_bytes(self._token_bytes, token_ids)), len(token_ids)
         pieces = []
         for i in range(len(token_ids)):
+            self._num_free -= 1
             pieces.append(self._match(self._utf8.decode(join_bytes(self._token_bytes, token_ids[i : i + 1]))))
             if self.stopped:
                 return "".join(pieces), i + 1
@@ -43,10 +48,12 @@ class Detokenizer:
         """Appends decoded text; returns what is certain by now."""
         known = self._held + text
         for end, character in enumerate(text, len(self._held) + 1):
-            complete = [len(matcher.text) for matcher in self._matchers if matcher.push(character)]
-            if complete:
+            complete = [matcher for matcher in self._matchers if matcher.push(character)]
+            if complete and self._num_free < 0:
                 self.stopped, self._held = True, ""
-                return known[: end - max(complete)]
+                return known[: end if self._include_stop else end - max(len(matcher.text) for matcher in complete)]
+            for matcher in complete:
+                matcher.go_on()
         certain = len(known) - max((matcher.num_matched for matcher in self._matchers), default=0)
         self._held = known[certain:]
         return known[:certain]
@@ -64,9 +71,13 @@ class _Matcher:
             self._borders.append(self._extend(self._borders[-1], character))
 
     def push(self, character: str) -> bool:
-        """True when `text` is complete; after that the matcher is spent."""
+        """True when `text` is complete; after that the matcher is spent, unless told to `go_on`."""
         self.num_matched = self._extend(self.num_matched, character)
         return self.num_matched == len(self.text)
+
+    def go_on(self) -> None:
+        """The complete text does not count: the next one may begin in it."""
+        self.num_matched = self._borders[-1]
 
     def _extend(self, num_matched: int, character: str) -> int:
         while num_matched and self.text[num_matched] != character:

@@ -1,16 +1,17 @@
 """What every front door shares: it owns the router's core and carries each request through it.
 
  1. `generate` reads, validates and tokenises a message off the event loop.
- 2. The core is handed the request (`submit`), or refuses it with a RequestError.
+ 2. The core is handed one request per answer (`submit`), or refuses with a RequestError; all answers are accepted, or none.
  3. After every input, a tick included, `pump` sends the core's outbox to the engines and its events to the answers they belong to.
- 4. `generate` takes an answer's tokens as fast as its client does, several steps at once if the client is slow, and makes text of them.
- 5. Exactly one `Ended` closes the answer. A caller that stops iterating cancels the request.
+ 4. `generate` takes the tokens as fast as its client does, several steps at once if the client is slow, and makes text of them.
+ 5. Exactly one `Ended` closes each answer; the call ends with the last, or with the first error. A caller that stops iterating
+    cancels what is open.
 
 Everything but tokenisation runs on one event loop, so the core needs no lock.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -18,12 +19,13 @@ import numpy as np
 
 from protocol.clock import Clock
 from protocol.errors import InvalidRequest, Overloaded, RequestCancelled, RequestError
-from protocol.messages import Address, Envelope, Int32, Message
+from protocol.messages import Address, Envelope, Int32, Message, TokenLogprobs
 from router.admission import ClientRequest
 from router.config import RouterConfig
 from router.detokenizer import Detokenizer
 from router.metrics_totals import DoorTotals
 from router.parse import Parsed, parse_generate, parse_tokenize
+from router.policy import Replica
 from router.request import Ended, Tokens
 from router.tokenizer import Tokenizer
 from twopass.proto import twopass_pb2 as pb
@@ -45,6 +47,9 @@ class Core(Protocol):
     def max_model_len(self) -> int: ...
     @property
     def ready(self) -> bool: ...
+    @property
+    def num_queued(self) -> int: ...
+    def replicas(self) -> Iterator[Replica]: ...
     def submit(self, request: ClientRequest) -> None: ...
     def cancel(self, request_id: str) -> None: ...
     def stop(self, request_id: str) -> None: ...
@@ -76,13 +81,14 @@ class FrontDoor:
         self.core, self.tokenizer, self.model = core, tokenizer, model
         self._config, self._send, self._clock = config, send, clock
         self.totals = DoorTotals()
+        self._calls: dict[str, _Call] = {}
         self._answers: dict[str, _Answer] = {}
         self._threads = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
         self._num_in_threads = 0
 
     @property
     def num_open(self) -> int:
-        """Requests accepted and not yet ended."""
+        """Answers accepted and not yet ended."""
         return len(self._answers)
 
     async def run(self) -> None:
@@ -112,7 +118,7 @@ class FrontDoor:
                     continue  # its client went away
                 if isinstance(event, Ended):
                     answer.end(event)
-                elif answer.push(event.token_ids) > self._config.max_buffered_tokens and not answer.overflown:
+                elif answer.push(event) > self._config.max_buffered_tokens and not answer.overflown:
                     answer.overflown = True
                     core.cancel(event.request_id)
 
@@ -130,12 +136,23 @@ class FrontDoor:
         token_ids = await self._in_thread(lambda: parse_tokenize(read(), self.tokenizer))
         return pb.TokenizeResponse(token_ids=token_ids.tolist(), max_model_len=self.core.max_model_len)
 
+    def abort(self, request_id: str) -> bool:
+        """Ends an open call by its id, with an error for its client. False: there is none."""
+        call = self._calls.get(request_id)
+        if call is None:
+            return False
+        for answer in call.answers:
+            self.core.cancel(answer.request_id)
+        self.pump()
+        return True
+
     async def generate(
         self, read: Callable[[], pb.GenerateRequest], *, deadline_s: float | None
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """One answer in pieces, the last with `finish_reason`. `read` is called in a thread and may raise RequestError, as this does.
+        """The answers in pieces, the last of each with `finish_reason`, the last of all with usage and timing.
 
-        Close the generator (`contextlib.aclosing`): that is what cancels an answer nobody waits for.
+        `read` is called in a thread and may raise RequestError, as this does. Close the generator (`contextlib.aclosing`): that is
+        what cancels answers nobody waits for.
         """
         arrived_at = self._clock()
 
@@ -149,54 +166,75 @@ class FrontDoor:
             )
 
         try:
-            request, stop = await self._in_thread(work)
-            submitted_at = self._clock()
-            answer = self._open(request)
+            parsed = await self._in_thread(work)
+            call = self._open(parsed, arrived_at)
         except RequestError as error:
             self.totals.refused(error)
             raise
-        detokenizer = Detokenizer(self.tokenizer, stop)
-        first_at: float | None = None
-        num_tokens = 0
+        first = True
         try:
             while True:
-                token_ids, ended = await answer.next()
-                text, num_kept = detokenizer.push(token_ids)
-                num_tokens += num_kept
-                piece = pb.GenerateResponse(text=text, token_ids=token_ids[:num_kept].tolist())
-                if first_at is None:
-                    first_at = self._clock()
-                    if len(token_ids):
-                        self.totals.first_token.observe(first_at - arrived_at)
-                    piece.prompt_tokens, piece.request_id = len(request.prompt_token_ids), request.request_id
-                if detokenizer.stopped and ended is None:
-                    ended = await self._stop(answer)
-                if ended is not None:
-                    if ended.error is not None and not detokenizer.stopped:
-                        if num_kept:
-                            yield piece
-                        raise ended.error
-                    piece.text += detokenizer.finish()
-                    self._complete(piece, ended, detokenizer.stopped, num_tokens, (arrived_at, submitted_at, first_at))
-                yield piece
-                if ended is not None:
-                    return
+                for answer in await call.news():
+                    piece, error = self._piece(call, answer)
+                    if first:
+                        piece.prompt_tokens, piece.request_id = call.num_prompt_tokens, call.request_id
+                    if error is None or piece.token_ids:
+                        first = False
+                        yield piece
+                    if error is not None:
+                        raise error
+                    if piece.HasField("usage"):
+                        return
         finally:
-            self._close(answer)
+            self._close(call)
 
-    def _complete(
-        self, piece: pb.GenerateResponse, ended: Ended, stopped: bool, num_tokens: int, times: tuple[float, float, float]
-    ) -> None:
-        arrived_at, submitted_at, first_at = times
-        total_s = self._clock() - arrived_at
-        stages = {"tokenize": submitted_at - arrived_at, **ended.stages}
+    def _piece(self, call: "_Call", answer: "_Answer") -> tuple[pb.GenerateResponse, RequestError | None]:
+        """What waits for the client, and the error that it ends with, if it does."""
+        token_ids, logprobs = answer.take()
+        if answer.first_at is None:
+            answer.first_at = self._clock()
+            if len(token_ids):
+                self.totals.first_token.observe(answer.first_at - call.arrived_at)
+        text, num_kept = answer.detokenizer.push(token_ids)
+        answer.num_tokens += num_kept
+        piece = pb.GenerateResponse(text=text, token_ids=token_ids[:num_kept].tolist(), index=answer.index)
+        for values in logprobs[:num_kept]:
+            piece.logprobs.add(logprob=values.chosen, top_token_ids=values.top_token_ids, top_logprobs=values.top)
+        stopped = answer.detokenizer.stopped
+        if stopped and answer.ended is None:  # tokens past the stop string are dropped
+            self.core.stop(answer.request_id)
+            self.pump()
+        ended = answer.ended
+        if ended is None:
+            return piece, None
+        if ended.error is not None and not stopped:
+            return piece, ended.error
+        piece.text += answer.detokenizer.finish()
+        piece.finish_reason = pb.FINISH_REASON_STOP if answer.detokenizer.stopped else _FINISH_REASONS[ended.finish_reason or ""]
+        self._finish(call, answer, ended, piece)
+        return piece, None
+
+    def _finish(self, call: "_Call", answer: "_Answer", ended: Ended, piece: pb.GenerateResponse) -> None:
+        """Counts an answer that is complete; the last one brings usage and timing of the call."""
+        answer.done = True
+        now = self._clock()
+        total_s = now - call.arrived_at
+        stages = {"tokenize": call.submitted_at - call.arrived_at, **ended.stages}
         stages["deliver"] = max(0.0, total_s - sum(stages.values()))
         self.totals.finished(total_s, stages)
-        piece.finish_reason = pb.FINISH_REASON_STOP if stopped else _FINISH_REASONS[ended.finish_reason or ""]
-        piece.usage.CopyFrom(
-            pb.Usage(prompt_tokens=ended.usage.prompt_tokens, cached_tokens=ended.usage.cached_tokens, completion_tokens=num_tokens)
+        answers = call.answers
+        if not all(other.done for other in answers):
+            return
+        ends = [other.ended for other in answers if other.ended is not None]
+        usage = pb.Usage(
+            prompt_tokens=call.num_prompt_tokens,
+            cached_tokens=ends[0].usage.cached_tokens,
+            completion_tokens=sum(other.num_tokens for other in answers),
         )
-        piece.timing.CopyFrom(pb.Timing(ttft_s=first_at - arrived_at, total_s=total_s, stages=stages, attempts=ended.attempts))
+        first_at = min(other.first_at or now for other in answers)
+        attempts = max(end.attempts for end in ends)
+        piece.usage.CopyFrom(usage)
+        piece.timing.CopyFrom(pb.Timing(ttft_s=first_at - call.arrived_at, total_s=total_s, stages=stages, attempts=attempts))
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         if self._num_in_threads >= self._config.max_queue:
@@ -207,48 +245,91 @@ class FrontDoor:
         finally:
             self._num_in_threads -= 1
 
-    def _open(self, request: ClientRequest) -> "_Answer":
-        if request.request_id in self._answers:
-            raise InvalidRequest("request_id", request.request_id, "a request of that name is still open")
-        self.core.submit(request)
-        answer = self._answers[request.request_id] = _Answer(request.request_id)
-        self.pump()
-        return answer
-
-    async def _stop(self, answer: "_Answer") -> Ended:
-        """Ends it for the client's own stop string; tokens past it are dropped."""
-        self.core.stop(answer.request_id)
-        self.pump()
-        ended: Ended | None = None
-        while ended is None:
-            _, ended = await answer.next()
-        return ended
-
-    def _close(self, answer: "_Answer") -> None:
-        if answer.ended is None:
-            self.core.cancel(answer.request_id)
+    def _open(self, parsed: Parsed, arrived_at: float) -> "_Call":
+        if parsed.request_id in self._calls:
+            raise InvalidRequest("request_id", parsed.request_id, "a request of that name is still open")
+        submitted_at = self._clock()
+        accepted: list[ClientRequest] = []
+        try:
+            for request in parsed.requests:
+                self.core.submit(request)
+                accepted.append(request)
+        except RequestError:
+            for request in accepted:
+                self.core.cancel(request.request_id)
             self.pump()
-        self._answers.pop(answer.request_id, None)
+            raise
+        call = self._calls[parsed.request_id] = _Call(parsed, self.tokenizer, arrived_at, submitted_at)
+        self._answers.update({answer.request_id: answer for answer in call.answers})
+        self.pump()
+        return call
+
+    def _close(self, call: "_Call") -> None:
+        for answer in call.answers:
+            if answer.ended is None:
+                self.core.cancel(answer.request_id)
+        self.pump()
+        for answer in call.answers:
+            del self._answers[answer.request_id]
+        del self._calls[call.request_id]
+
+
+class _Call:
+    """One call and its answers, all to the same prompt."""
+
+    __slots__ = ("_wake", "answers", "arrived_at", "num_prompt_tokens", "request_id", "submitted_at")
+
+    def __init__(self, parsed: Parsed, tokenizer: Tokenizer, arrived_at: float, submitted_at: float) -> None:
+        self.request_id = parsed.request_id
+        self.arrived_at, self.submitted_at = arrived_at, submitted_at
+        self.num_prompt_tokens = len(parsed.requests[0].prompt_token_ids)
+        self._wake = asyncio.Event()
+        self.answers = [_Answer(index, parsed, tokenizer, self._wake) for index in range(len(parsed.requests))]
+
+    async def news(self) -> list["_Answer"]:
+        """Answers for which tokens wait, or the end; at least one. To be called while one is not done."""
+        while True:
+            self._wake.clear()
+            if waiting := [answer for answer in self.answers if answer.has_news]:
+                return waiting
+            await self._wake.wait()
 
 
 class _Answer:
     """Tokens on their way from the core to one client."""
 
-    __slots__ = ("_tokens", "_wake", "ended", "num_buffered", "overflown", "request_id")
+    __slots__ = (
+        *("_logprobs", "_tokens", "_wake", "detokenizer", "done", "ended", "first_at"),
+        *("index", "num_buffered", "num_tokens", "overflown", "request_id"),
+    )
 
-    def __init__(self, request_id: str) -> None:
-        self.request_id = request_id
+    def __init__(self, index: int, parsed: Parsed, tokenizer: Tokenizer, wake: asyncio.Event) -> None:
+        request = parsed.requests[index]
+        self.index, self.request_id = index, request.request_id
+        min_tokens = request.sampling.min_tokens
+        self.detokenizer = Detokenizer(tokenizer, parsed.stop, include_stop=parsed.include_stop, min_tokens=min_tokens)
         self.ended: Ended | None = None
+        self.first_at: float | None = None
+        """When its first tokens were taken."""
+        self.num_tokens = 0
+        """Of the answer, as the client has them."""
+        self.done = False
         self.num_buffered = 0
         self.overflown = False
         self._tokens: list[Int32] = []
-        self._wake = asyncio.Event()
+        self._logprobs: list[TokenLogprobs] = []
+        self._wake = wake
 
-    def push(self, token_ids: Int32) -> int:
+    @property
+    def has_news(self) -> bool:
+        return not self.done and (bool(self._tokens) or self.ended is not None)
+
+    def push(self, tokens: Tokens) -> int:
         """Returns the number of tokens that now wait for the client."""
         if not self.overflown:
-            self._tokens.append(token_ids)
-            self.num_buffered += len(token_ids)
+            self._tokens.append(tokens.token_ids)
+            self._logprobs += tokens.logprobs
+            self.num_buffered += len(tokens.token_ids)
             self._wake.set()
         return self.num_buffered
 
@@ -259,10 +340,8 @@ class _Answer:
         self.ended = ended
         self._wake.set()
 
-    async def next(self) -> tuple[Int32, Ended | None]:
-        """All tokens that wait, at least one unless the answer has ended."""
-        while not self._tokens and self.ended is None:
-            self._wake.clear()
-            await self._wake.wait()
+    def take(self) -> tuple[Int32, list[TokenLogprobs]]:
+        """All tokens that wait, and their logprobs if the request asked."""
         tokens, self._tokens, self.num_buffered = self._tokens, [], 0
-        return np.concatenate(tokens) if tokens else np.empty(0, dtype=np.int32), self.ended
+        logprobs, self._logprobs = self._logprobs, []
+        return np.concatenate(tokens) if tokens else np.empty(0, dtype=np.int32), logprobs

@@ -1,8 +1,10 @@
-"""A client's message becomes a request, or an InvalidRequest that names field, value and limit."""
+"""A client's message becomes requests, or an InvalidRequest that names field, value and limit."""
 
+import math
 import re
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -19,28 +21,35 @@ MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_ID_CHARACTERS = 128
 MAX_SALT_CHARACTERS = 256
+MAX_CHAT_MESSAGES = 4096
+MAX_LOGPROBS = 20
+MAX_BIASED_TOKENS = 1024
+MAX_N = 64
 
-GREEDY: dict[str, tuple[float, ...]] = {
-    "temperature": (0.0,),
-    "top_k": (0, -1),
-    "top_p": (1.0,),
-    "min_p": (0.0,),
-    "min_tokens": (0,),
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "repetition_penalty": (1.0,),
-    "logprobs": (),
-    "n": (1,),
+RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 100.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.01, 100.0),
+    "logprobs": (0, MAX_LOGPROBS),
+    "n": (1, MAX_N),
 }
-"""Per field of SamplingParams the values that leave greedy decoding as it is; only these are served."""
+"""Per field of SamplingParams the least and the greatest value."""
+BIAS_RANGE = (-100.0, 100.0)
 
 M = TypeVar("M", bound=Message)
 
 
 class Parsed(NamedTuple):
-    request: ClientRequest
+    """What one call asks for. All but the requests is the router's own business: engines know tokens only."""
+
+    request_id: str
+    requests: list[ClientRequest]
+    """One for each of the `n` answers; alike but for id and seed."""
     stop: tuple[str, ...]
-    """Stop strings: the router's own business, engines know tokens only."""
+    include_stop: bool
+    """Whether the text ends after the stop string, not before it."""
 
 
 def parse_bytes(kind: Callable[[], M], data: bytes, max_message_bytes: int) -> M:
@@ -58,58 +67,102 @@ def parse_bytes(kind: Callable[[], M], data: bytes, max_message_bytes: int) -> M
 def parse_generate(
     message: pb.GenerateRequest, tokenizer: Tokenizer, *, vocab_size: int, max_model_len: int, deadline_s: float | None
 ) -> Parsed:
-    """Validates and tokenises. Slow for long texts: not for an event loop. Raises InvalidRequest."""
-    sampling = message.sampling
-    _require_greedy(sampling)
+    """Validates and tokenises; what is cheap to refuse goes first. Slow for long texts: not for an event loop. Raises InvalidRequest."""
+    params = message.sampling
+    request_id, max_tokens, cache_salt = _request_id(message), _max_tokens(params), _cache_salt(message)
+    stop, sampling, count = _stop_strings(params), _sampling(params, vocab_size), _count(params)
     request = ClientRequest(
-        request_id=_request_id(message),
+        request_id=request_id,
         prompt_token_ids=_prompt_token_ids(message, tokenizer, vocab_size, max_model_len),
-        max_tokens=_max_tokens(sampling),
-        sampling=SamplingParams(
-            seed=sampling.seed if sampling.HasField("seed") else None,
-            stop_token_ids=_stop_token_ids(sampling, vocab_size),
-            ignore_eos=sampling.ignore_eos,
-        ),
+        max_tokens=max_tokens,
+        sampling=sampling,
         priority=message.priority,
         deadline_s=deadline_s,
-        cache_salt=_cache_salt(message),
+        cache_salt=cache_salt,
     )
-    return Parsed(request, _stop_strings(sampling))
+    requests = [request] if count == 1 else [_numbered(request, index) for index in range(count)]
+    return Parsed(request_id, requests, stop, params.include_stop_str_in_output)
 
 
 def parse_tokenize(message: pb.TokenizeRequest, tokenizer: Tokenizer) -> Int32:
     """Token ids of the prompt. Slow for long texts: not for an event loop. Raises InvalidRequest."""
     if message.WhichOneof("prompt") is None:
         raise InvalidRequest("prompt", "nothing", "one of text and chat must be set")
-    return tokenizer.encode(message.text) if message.HasField("text") else _chat_token_ids(message.chat, tokenizer)
+    return tokenizer.encode(message.text) if message.HasField("text") else tokenizer.encode_chat(_render(message.chat, tokenizer))
 
 
-def _require_greedy(sampling: pb.SamplingParams) -> None:
-    for name, allowed in GREEDY.items():
-        value = getattr(sampling, name)
-        if sampling.HasField(name) and value not in allowed:
-            rule = " or ".join(f"{number:g}" for number in allowed) or "unset"
-            raise InvalidRequest(name, value, f"this version decodes greedily and serves only {rule}")
+def parse_abort(message: pb.AbortRequest) -> str:
+    """The id of the request to abort. Raises InvalidRequest."""
+    return _checked_id(message.request_id)
+
+
+def _numbered(request: ClientRequest, index: int) -> ClientRequest:
+    """Answer `index` of several. The space keeps its id apart from every id that a client can choose."""
+    seed = request.sampling.seed
+    sampling = request.sampling if seed is None else replace(request.sampling, seed=seed + index)
+    return replace(request, request_id=f"{request.request_id} {index}", sampling=sampling)
+
+
+def _sampling(params: pb.SamplingParams, vocab_size: int) -> SamplingParams:
+    for name, (least, greatest) in RANGES.items():
+        value = getattr(params, name)
+        if params.HasField(name) and not least <= value <= greatest:  # not a number is outside, too
+            raise InvalidRequest(name, value, f"{least:g} to {greatest:g}")
+    if params.HasField("top_p") and not 0 < params.top_p <= 1:
+        raise InvalidRequest("top_p", params.top_p, "above 0, at most 1")
+    if params.top_k < -1:
+        raise InvalidRequest("top_k", params.top_k, "at least 1, or 0 or -1 for all tokens")
+    if params.min_tokens < 0:
+        raise InvalidRequest("min_tokens", params.min_tokens, "at least 0")
+    if params.HasField("max_tokens") and params.min_tokens > params.max_tokens:
+        raise InvalidRequest("min_tokens", params.min_tokens, f"at most max_tokens, which is {params.max_tokens}")
+    return SamplingParams(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p if params.HasField("top_p") else 1.0,
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty if params.HasField("repetition_penalty") else 1.0,
+        logit_bias=_logit_bias(params, vocab_size),
+        min_tokens=params.min_tokens,
+        logprobs=params.logprobs if params.HasField("logprobs") else None,
+        seed=params.seed if params.HasField("seed") else None,
+        stop_token_ids=_stop_token_ids(params, vocab_size),
+        ignore_eos=params.ignore_eos,
+    )
+
+
+def _count(params: pb.SamplingParams) -> int:
+    """How many answers; its range is checked."""
+    if params.n > 1 and params.temperature == 0:
+        raise InvalidRequest("n", params.n, "1 without a temperature: all answers would be the same")
+    return params.n or 1
 
 
 def _request_id(message: pb.GenerateRequest) -> str:
-    if not message.HasField("request_id"):
-        return uuid.uuid4().hex
-    if re.fullmatch(rf"[\x21-\x7e]{{1,{MAX_ID_CHARACTERS}}}", message.request_id) is None:
-        raise InvalidRequest("request_id", repr(message.request_id[:32]), f"1 to {MAX_ID_CHARACTERS} printable ASCII characters, no space")
-    return message.request_id
+    return _checked_id(message.request_id) if message.HasField("request_id") else uuid.uuid4().hex
+
+
+def _checked_id(request_id: str) -> str:
+    if re.fullmatch(rf"[\x21-\x7e]{{1,{MAX_ID_CHARACTERS}}}", request_id) is None:
+        raise InvalidRequest("request_id", repr(request_id[:32]), f"1 to {MAX_ID_CHARACTERS} printable ASCII characters, no space")
+    return request_id
 
 
 def _prompt_token_ids(message: pb.GenerateRequest, tokenizer: Tokenizer, vocab_size: int, max_model_len: int) -> Int32:
     match message.WhichOneof("prompt"):
         case "text":
+            _require_bytes("text", message.text, tokenizer, max_model_len)
             token_ids = tokenizer.encode(message.text)
         case "token_ids":
             ids = message.token_ids.ids
             _require_length(len(ids), max_model_len)  # before the copy, which costs
             token_ids = np.array(ids, dtype=np.int32)
         case "chat":
-            token_ids = _chat_token_ids(message.chat, tokenizer)
+            text = _render(message.chat, tokenizer)
+            _require_bytes("chat", text, tokenizer, max_model_len)
+            token_ids = tokenizer.encode_chat(text)
         case _:
             raise InvalidRequest("prompt", "nothing", "one of text, token_ids and chat must be set")
     _require_length(len(token_ids), max_model_len)
@@ -117,43 +170,63 @@ def _prompt_token_ids(message: pb.GenerateRequest, tokenizer: Tokenizer, vocab_s
     return token_ids
 
 
-def _chat_token_ids(chat: pb.Chat, tokenizer: Tokenizer) -> Int32:
-    if not chat.messages:
-        raise InvalidRequest("chat", "0 messages", "at least 1 message")
+def _render(chat: pb.Chat, tokenizer: Tokenizer) -> str:
+    if not 1 <= len(chat.messages) <= MAX_CHAT_MESSAGES:
+        raise InvalidRequest("chat", f"{len(chat.messages)} messages", f"1 to {MAX_CHAT_MESSAGES} messages")
     for i, turn in enumerate(chat.messages):
         if not turn.role:
             raise InvalidRequest(f"chat.messages[{i}].role", "''", "must not be empty")
-    return tokenizer.apply_chat_template([{"role": turn.role, "content": turn.content} for turn in chat.messages])
+    return tokenizer.render([{"role": turn.role, "content": turn.content} for turn in chat.messages])
 
 
-def _max_tokens(sampling: pb.SamplingParams) -> int | None:
-    if not sampling.HasField("max_tokens"):
+def _max_tokens(params: pb.SamplingParams) -> int | None:
+    if not params.HasField("max_tokens"):
         return None
-    if sampling.max_tokens < 1:
-        raise InvalidRequest("max_tokens", sampling.max_tokens, "at least 1")
-    return sampling.max_tokens
+    if params.max_tokens < 1:
+        raise InvalidRequest("max_tokens", params.max_tokens, "at least 1")
+    return params.max_tokens
 
 
-def _stop_token_ids(sampling: pb.SamplingParams, vocab_size: int) -> tuple[int, ...]:
-    if len(sampling.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidRequest("stop_token_ids", f"{len(sampling.stop_token_ids)} ids", f"at most {MAX_STOP_TOKEN_IDS}")
-    _require_in_vocabulary("stop_token_ids", np.array(sampling.stop_token_ids, dtype=np.int32), vocab_size)
-    return tuple(sampling.stop_token_ids)
+def _stop_token_ids(params: pb.SamplingParams, vocab_size: int) -> tuple[int, ...]:
+    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest("stop_token_ids", f"{len(params.stop_token_ids)} ids", f"at most {MAX_STOP_TOKEN_IDS}")
+    _require_in_vocabulary("stop_token_ids", np.array(params.stop_token_ids, dtype=np.int32), vocab_size)
+    return tuple(params.stop_token_ids)
 
 
-def _stop_strings(sampling: pb.SamplingParams) -> tuple[str, ...]:
-    if len(sampling.stop) > MAX_STOP_STRINGS:
-        raise InvalidRequest("stop", f"{len(sampling.stop)} strings", f"at most {MAX_STOP_STRINGS}")
-    for text in sampling.stop:
+def _logit_bias(params: pb.SamplingParams, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    if len(params.logit_bias) > MAX_BIASED_TOKENS:
+        raise InvalidRequest("logit_bias", f"{len(params.logit_bias)} tokens", f"at most {MAX_BIASED_TOKENS}")
+    least, greatest = BIAS_RANGE
+    for token_id, bias in params.logit_bias.items():
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest("logit_bias", f"token {token_id}", f"token ids are 0 to {vocab_size - 1}")
+        if not least <= bias <= greatest:
+            raise InvalidRequest(f"logit_bias[{token_id}]", bias, f"{least:g} to {greatest:g}")
+    return tuple(sorted(params.logit_bias.items()))
+
+
+def _stop_strings(params: pb.SamplingParams) -> tuple[str, ...]:
+    if len(params.stop) > MAX_STOP_STRINGS:
+        raise InvalidRequest("stop", f"{len(params.stop)} strings", f"at most {MAX_STOP_STRINGS}")
+    for text in params.stop:
         if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
             raise InvalidRequest("stop", f"a string of {len(text)} characters", f"1 to {MAX_STOP_CHARACTERS} characters")
-    return tuple(sampling.stop)
+    return tuple(params.stop)
 
 
 def _cache_salt(message: pb.GenerateRequest) -> str:
     if len(message.cache_salt) > MAX_SALT_CHARACTERS:
         raise InvalidRequest("cache_salt", f"{len(message.cache_salt)} characters", f"at most {MAX_SALT_CHARACTERS}")
     return message.cache_salt
+
+
+def _require_bytes(field: str, text: str, tokenizer: Tokenizer, max_model_len: int) -> None:
+    """Refuses what cannot fit, however well it compresses, before it is tokenised at some microseconds a token."""
+    limit = max_model_len * tokenizer.max_bytes_per_token if max_model_len else math.inf
+    if len(text) > limit or (4 * len(text) > limit and len(text.encode()) > limit):
+        limit_text = f"at most {limit:.0f}: max_model_len {max_model_len}, at most {tokenizer.max_bytes_per_token:.0f} bytes a token"
+        raise InvalidRequest(field, f"a text of {len(text)} characters", limit_text)
 
 
 def _require_length(num_tokens: int, max_model_len: int) -> None:

@@ -34,6 +34,7 @@ from protocol.messages import (
     ReplicaStatus,
     RequestKey,
     StepTokens,
+    TokenLogprobs,
 )
 from protocol.timers import Timers
 from router.admission import ClientRequest, WaitingLine
@@ -80,6 +81,8 @@ class Router:
         """Seconds between the arrivals of two tokens of one answer; tokens that come together are 0 apart."""
         self._gaps: list[float] = []
         """Of the message in hand; not yet in `inter_token`."""
+        self._logprobs: dict[tuple[int, int, int], TokenLogprobs] = {}
+        """Of the message in hand, by (slot, attempt, index in the whole answer)."""
         self._handlers: dict[type, Callable[[Envelope], None]] = {
             StepTokens: self._on_tokens,
             ReplicaStatus: self._fleet.on_status,
@@ -253,6 +256,7 @@ class Router:
             self.counters["ignored"] += 1
             return
         start, now = 0, self._clock()
+        self._logprobs = {(slot, attempt, offset): values for slot, attempt, offset, values in message.logprobs}
         rows = zip(message.slots.tolist(), message.attempts.tolist(), message.offsets.tolist(), message.counts.tolist(), strict=True)
         for slot, attempt, offset, count in rows:
             entry = self._current(sender, slot, attempt)
@@ -299,7 +303,13 @@ class Router:
             entry.delivered_at = now
             self.counters["delivered_tokens"] += len(new)
             entry.delivered.extend(new.tolist())
-            self.events.append(Tokens(entry.request.request_id, new))
+            logprobs: tuple[TokenLogprobs, ...] = ()
+            if entry.request.sampling.logprobs is not None:
+                indices = range(num_delivered, num_delivered + len(new))
+                logprobs = tuple(values for index in indices if (values := self._logprobs.get((entry.slot, entry.attempt, index))))
+                if len(logprobs) < len(new):
+                    raise ProtocolError(f"{entry.key}: logprobs of {len(logprobs)} tokens came with {len(new)} tokens")
+            self.events.append(Tokens(entry.request.request_id, new, logprobs))
 
     def _on_end(self, entry: Open, sender: Address, end: End) -> None:
         other = entry.prefill if sender == entry.decode else entry.decode

@@ -4,6 +4,7 @@ Read: `tokenizer.json`; the chat template from `chat_template.jinja`, else from 
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,8 +36,15 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Int32) -> str:
         """Special tokens are left out, unknown ids too; what is no UTF-8 becomes U+FFFD."""
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> Int32:
-        """Messages of `role` and `content`, up to where the assistant answers. Raises InvalidRequest."""
+    @property
+    def max_bytes_per_token(self) -> float:
+        """UTF-8 bytes of a prompt that one token can stand for, at most; inf where a token can swallow any number."""
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Messages of `role` and `content` as one text, up to where the assistant answers. Raises InvalidRequest."""
+
+    def encode_chat(self, text: str) -> Int32:
+        """What `render` returned."""
 
 
 def load_tokenizer(model_dir: Path | None, vocab_size: int) -> Tokenizer:
@@ -63,6 +71,10 @@ class ByteLevelTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.token_bytes: Sequence[bytes] = _token_bytes(self._tokenizer)
+        self.max_bytes_per_token = math.inf
+        if _is_lossless(json.loads(source), self.token_bytes):
+            added = [token.content.encode() for token in self._tokenizer.get_added_tokens_decoder().values()]
+            self.max_bytes_per_token = max(map(len, [*self.token_bytes, *added]))
         self._template = _load_chat_template(model_dir)
 
     @property
@@ -75,17 +87,20 @@ class ByteLevelTokenizer:
     def decode(self, token_ids: Int32) -> str:
         return join_bytes(self.token_bytes, token_ids).decode("utf-8", "replace")
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> Int32:
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         if self._template is None:
             raise InvalidRequest("chat", f"{len(messages)} messages", "this model has no chat template")
-        prompt = self._template.render(messages)
-        return np.array(self._tokenizer.encode(prompt, add_special_tokens=False).ids, dtype=np.int32)
+        return self._template.render(messages)
+
+    def encode_chat(self, text: str) -> Int32:
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
 
 class NumberTokenizer:
     """Stands in where a model has no text: token 17 reads `<17> `."""
 
     has_chat_template = True
+    max_bytes_per_token = math.inf
 
     def __init__(self, vocab_size: int) -> None:
         self.token_bytes: Sequence[bytes] = [b"<%d> " % token_id for token_id in range(vocab_size)]
@@ -98,8 +113,11 @@ class NumberTokenizer:
     def decode(self, token_ids: Int32) -> str:
         return join_bytes(self.token_bytes, token_ids).decode()
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> Int32:
-        return self.encode(" ".join(message["content"] for message in messages))
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        return " ".join(message["content"] for message in messages)
+
+    def encode_chat(self, text: str) -> Int32:
+        return self.encode(text)
 
 
 def join_bytes(token_bytes: Sequence[bytes], token_ids: Int32) -> bytes:
@@ -126,6 +144,16 @@ def _token_bytes(tokenizer: tokenizers.Tokenizer) -> list[bytes]:
     for token_id, added_token in added.items():  # matched in plain text, never spelt in the alphabet
         table[token_id] = b"" if added_token.special else added_token.content.encode()
     return table
+
+
+def _is_lossless(source: dict[str, Any], token_bytes: Sequence[bytes]) -> bool:
+    """Whether the tokens' bytes are the text's: nothing normalised, stripped, removed, or unknown."""
+    pre = source.get("pre_tokenizer") or {}
+    parts = pre.get("pretokenizers", [pre])
+    kept = all(part.get("type") in ("ByteLevel", "Digits", "Split") and part.get("behavior") != "Removed" for part in parts)
+    stripped = any(added.get("lstrip") or added.get("rstrip") for added in source.get("added_tokens", []))
+    in_utf8 = {bytes([byte]) for byte in range(256) if byte not in (0xC0, 0xC1) and byte < 0xF5}
+    return source.get("normalizer") is None and kept and not stripped and in_utf8 <= set(token_bytes)
 
 
 class _ChatTemplate:

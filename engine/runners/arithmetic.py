@@ -42,7 +42,7 @@ def cache_view(blocks: npt.NDArray[np.uint8]) -> Int64:
 
 
 def expected_tokens(prompt: Iterable[int], num_tokens: int, vocab_size: int = VOCAB_SIZE, *, seed: int = 0) -> list[int]:
-    """The `num_tokens` tokens that a correct engine answers to `prompt`, computed without a cache. `seed`: of a request with a temperature."""
+    """The `num_tokens` tokens that a correct engine answers to `prompt`, computed without a cache. `seed`: 0 without a temperature."""
     total = num_known = 0
     for num_known, token_id in enumerate(prompt, 1):
         total += (int(token_id) + 1) * num_known
@@ -134,7 +134,7 @@ class ArithmeticRunner:
             return {}
         num_top = batch.sampling.num_logprobs[batch.rows]
         return {
-            index: [expected_logprobs(token_id, int(num_top[index]), self._vocab_size) for token_id in token_ids[index, : counts[index]].tolist()]
+            index: [expected_logprobs(token, int(num_top[index]), self._vocab_size) for token in token_ids[index, : counts[index]].tolist()]
             for index in np.flatnonzero((num_top >= 0) & (counts > 0)).tolist()
         }
 

@@ -4,6 +4,7 @@ Arrays of bf16 are passed as uint16, of float32 as they are; all sums are float3
 log2(e) / sqrt(head_dim) when it is rotated. Nothing here allocates per token; scratch comes from the caller, one row per bin (thread).
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -125,6 +126,7 @@ def supports(head_dim: int, block_size: int) -> bool:
     return head_dim % WIDTH == 0 and block_size % WIDTH == 0 and KEY_TILE % block_size == 0
 
 
+@functools.cache
 def make_attention(head_dim: int, group: int, block_size: int, bf16: bool) -> Callable[..., None]:
     """Attention for `group` query heads per KV head; see `attention` inside for its arguments."""
     D, G, BS, HALF, BYTES = head_dim, group, block_size, head_dim // 2, 2 if bf16 else 4
@@ -303,7 +305,7 @@ def make_attention(head_dim: int, group: int, block_size: int, bf16: bool) -> Ca
                 else:
                     attend_tile(t0, num, head, tables[sequence], position, q, out, cache, layer, work[b])
 
-    compiled_attention: Callable[..., None] = compiled(attention)
+    compiled_attention: Callable[..., None] = compiled(attention, f"{D} {G} {BS} {bf16}")
     return compiled_attention
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import numba
-from numba.core.caching import UserProvidedCacheLocator
+from numba.core.caching import FunctionCache, UserProvidedCacheLocator
 
 from engine.cache_dir import cache_dir
 
@@ -54,17 +54,35 @@ def _folder(py_file: str) -> Path:
     return cache_dir() / "kernels" / hashlib.blake2b(source, digest_size=12).hexdigest()
 
 
-def compiled(function: Callable[..., Any]) -> Any:
-    """The function compiled by numba on its first call, without the interpreter lock; in memory only where the cache cannot be written."""
-    options = {"fastmath": True, "nogil": True, "error_model": "numpy", "boundscheck": False, "parallel": PARALLEL}
-    before = numba.config.CACHE_LOCATOR_CLASSES
-    numba.config.CACHE_LOCATOR_CLASSES = f"{__name__}.{SourceKeyedLocator.__name__}"
+class KeyedCache(FunctionCache):  # type: ignore[misc]
+    """numba's cache of one function on disk, told apart by `key`: numba itself would pickle what the function closes over, and kernels
+    close over emitters whose pickles differ in every process. The folder already stands for the code.
+    """
+
+    def __init__(self, function: Callable[..., Any], key: str) -> None:
+        self._key = key
+        before = numba.config.CACHE_LOCATOR_CLASSES
+        numba.config.CACHE_LOCATOR_CLASSES = f"{__name__}.{SourceKeyedLocator.__name__}"
+        try:
+            super().__init__(function)
+        finally:
+            numba.config.CACHE_LOCATOR_CLASSES = before
+
+    def _index_key(self, signature: Any, codegen: Any) -> tuple[Any, ...]:
+        return signature, codegen.magic_tuple(), self._key
+
+
+def compiled(function: Callable[..., Any], key: str = "") -> Any:
+    """The function compiled by numba on its first call, without the interpreter lock; in memory only where the cache cannot be written.
+
+    `key` names the constants that the function closes over.
+    """
+    dispatcher = numba.njit(function, fastmath=True, nogil=True, error_model="numpy", boundscheck=False, parallel=PARALLEL)
     try:
-        return numba.njit(cache=True, **options)(function)
+        dispatcher._cache = KeyedCache(function, key)
     except RuntimeError:
-        return numba.njit(**options)(function)
-    finally:
-        numba.config.CACHE_LOCATOR_CLASSES = before
+        return dispatcher
+    return dispatcher
 
 
 @contextmanager

@@ -5,12 +5,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken, normalizers
 
 from protocol.errors import InvalidRequest, ModelError
-from router.tokenizer import ByteLevelTokenizer, NumberTokenizer, load_tokenizer
+from protocol.messages import Int32
+from router.tokenizer import ByteLevelTokenizer, NumberTokenizer, Tokenizer, load_tokenizer
 from tests.router.small_tokenizer import CHAT_TEMPLATE, SAMPLES, make_tokenizer, write_model_dir
 
 SMALL = make_tokenizer()
+
+
+def chat_ids(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> Int32:
+    return tokenizer.encode_chat(tokenizer.render(messages))
 
 
 @pytest.mark.parametrize("text", ["", *SAMPLES, "<tool call> größer <|other|>"])
@@ -52,20 +58,20 @@ def test_chat_template_from_either_file(tmp_path: Path) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "größer?"}]
     expected = "<|start|>system\nBe brief.<|end|>\n<|start|>user\ngrößer?<|end|>\n<|start|>assistant\n"
     assert SMALL.has_chat_template
-    assert SMALL.apply_chat_template(messages).tolist() == SMALL.encode(expected).tolist()
+    assert chat_ids(SMALL, messages).tolist() == SMALL.encode(expected).tolist()
 
     write_model_dir(tmp_path, chat_template=None)
     assert not load_tokenizer(tmp_path, 0).has_chat_template
     with pytest.raises(InvalidRequest, match="chat template"):
-        load_tokenizer(tmp_path, 0).apply_chat_template(messages)
+        chat_ids(load_tokenizer(tmp_path, 0), messages)
 
     (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
-    assert load_tokenizer(tmp_path, 0).apply_chat_template(messages).tolist() == SMALL.encode(expected).tolist()
+    assert chat_ids(load_tokenizer(tmp_path, 0), messages).tolist() == SMALL.encode(expected).tolist()
 
 
 def test_what_a_template_refuses_is_an_invalid_request() -> None:
     with pytest.raises(InvalidRequest, match="unknown role robot"):
-        SMALL.apply_chat_template([{"role": "robot", "content": ""}])
+        chat_ids(SMALL, [{"role": "robot", "content": ""}])
 
 
 @pytest.mark.parametrize(
@@ -80,7 +86,7 @@ def test_what_a_template_refuses_is_an_invalid_request() -> None:
 def test_templates_are_contained(tmp_path: Path, template: str) -> None:
     write_model_dir(tmp_path, chat_template=template)
     with pytest.raises(InvalidRequest, match="chat"):
-        load_tokenizer(tmp_path, 0).apply_chat_template([{"role": "user", "content": "x"}])
+        chat_ids(load_tokenizer(tmp_path, 0), [{"role": "user", "content": "x"}])
 
 
 def test_damaged_model_directories(tmp_path: Path) -> None:
@@ -103,7 +109,21 @@ def test_numbers_where_there_is_no_tokenizer(tmp_path: Path) -> None:
         assert tokenizer.decode(ids) == "<17> <0> <3> "
         assert tokenizer.encode("<17> <0> <3> ").tolist() == tokenizer.encode(" <17><0>\n<3>").tolist() == [17, 0, 3]
         assert tokenizer.encode("").tolist() == []
-        assert tokenizer.apply_chat_template([{"role": "user", "content": "<1>"}, {"role": "user", "content": "<2>"}]).tolist() == [1, 2]
+        assert chat_ids(tokenizer, [{"role": "user", "content": "<1>"}, {"role": "user", "content": "<2>"}]).tolist() == [1, 2]
         for text in ("hello", "<1", "<1> x", "<-1>", "<12345678901>"):
             with pytest.raises(InvalidRequest):
                 tokenizer.encode(text)
+
+
+def test_bytes_per_token_are_known_where_tokens_are_the_text_itself(tmp_path: Path) -> None:
+    assert SMALL.max_bytes_per_token == max(map(len, [*SMALL.token_bytes, b"<|start|>"]))
+    assert NumberTokenizer(20).max_bytes_per_token == float("inf"), "any number of blanks lies between two"
+    library = write_model_dir(tmp_path)
+    library.add_special_tokens([AddedToken("<mask>", lstrip=True)])
+    library.save(str(tmp_path / "tokenizer.json"))
+    assert ByteLevelTokenizer(tmp_path).max_bytes_per_token == float("inf")
+    assert len(ByteLevelTokenizer(tmp_path).encode(" " * 50 + "<mask>")) == 1
+    library = write_model_dir(tmp_path)
+    library.normalizer = normalizers.NFC()
+    library.save(str(tmp_path / "tokenizer.json"))
+    assert ByteLevelTokenizer(tmp_path).max_bytes_per_token == float("inf")

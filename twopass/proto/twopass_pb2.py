@@ -24,17 +24,23 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btwopass/proto/twopass.proto\x12\ntwopass.v1\"\x9a\x02\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x14.twopass.v1.TokenIdsH\x00\x12 \n\x04\x63hat\x18\x03 \x01(\x0b\x32\x10.twopass.v1.ChatH\x00\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.twopass.v1.SamplingParams\x12\x15\n\x08priority\x18\x05 \x01(\x05H\x01\x88\x01\x01\x12\x17\n\ncache_salt\x18\x06 \x01(\tH\x02\x88\x01\x01\x12\x17\n\nrequest_id\x18\x07 \x01(\tH\x03\x88\x01\x01\x42\x08\n\x06promptB\x0b\n\t_priorityB\r\n\x0b_cache_saltB\r\n\x0b_request_id\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"1\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.twopass.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xaa\x04\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x03H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\x05\x12\x17\n\nignore_eos\x18\t \x01(\x08H\x06\x88\x01\x01\x12\x17\n\nmin_tokens\x18\n \x01(\x05H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x01H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x01H\t\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x01H\n\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0e \x01(\x05H\x0b\x88\x01\x01\x12\x0e\n\x01n\x18\x0f \x01(\x05H\x0c\x88\x01\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\r\n\x0b_min_tokensB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x04\n\x02_n\"\x97\x02\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x1a\n\rprompt_tokens\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12\x17\n\nrequest_id\x18\x04 \x01(\tH\x01\x88\x01\x01\x12\x34\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x18.twopass.v1.FinishReasonH\x02\x88\x01\x01\x12 \n\x05usage\x18\x06 \x01(\x0b\x32\x11.twopass.v1.Usage\x12\"\n\x06timing\x18\x07 \x01(\x0b\x32\x12.twopass.v1.TimingB\x10\n\x0e_prompt_tokensB\r\n\x0b_request_idB\x10\n\x0e_finish_reason\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x15\n\rcached_tokens\x18\x02 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\x05\"\x9a\x01\n\x06Timing\x12\x0e\n\x06ttft_s\x18\x01 \x01(\x01\x12\x0f\n\x07total_s\x18\x02 \x01(\x01\x12.\n\x06stages\x18\x03 \x03(\x0b\x32\x1e.twopass.v1.Timing.StagesEntry\x12\x10\n\x08\x61ttempts\x18\x04 \x01(\x05\x1a-\n\x0bStagesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"M\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12 \n\x04\x63hat\x18\x02 \x01(\x0b\x32\x10.twopass.v1.ChatH\x00\x42\x08\n\x06prompt\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x15\n\rmax_model_len\x18\x02 \x01(\x05\"\x15\n\x13GetModelInfoRequest\"k\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\x05\x12\x12\n\nvocab_size\x18\x03 \x01(\x05\x12\x19\n\x11has_chat_template\x18\x04 \x01(\x08*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xec\x01\n\x07Twopass\x12G\n\x08Generate\x12\x1b.twopass.v1.GenerateRequest\x1a\x1c.twopass.v1.GenerateResponse0\x01\x12\x45\n\x08Tokenize\x12\x1b.twopass.v1.TokenizeRequest\x1a\x1c.twopass.v1.TokenizeResponse\x12Q\n\x0cGetModelInfo\x12\x1f.twopass.v1.GetModelInfoRequest\x1a .twopass.v1.GetModelInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btwopass/proto/twopass.proto\x12\ntwopass.v1\"\x9a\x02\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x14.twopass.v1.TokenIdsH\x00\x12 \n\x04\x63hat\x18\x03 \x01(\x0b\x32\x10.twopass.v1.ChatH\x00\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.twopass.v1.SamplingParams\x12\x15\n\x08priority\x18\x05 \x01(\x05H\x01\x88\x01\x01\x12\x17\n\ncache_salt\x18\x06 \x01(\tH\x02\x88\x01\x01\x12\x17\n\nrequest_id\x18\x07 \x01(\tH\x03\x88\x01\x01\x42\x08\n\x06promptB\x0b\n\t_priorityB\r\n\x0b_cache_saltB\r\n\x0b_request_id\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"1\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.twopass.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xe3\x05\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x03H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\x05\x12\x17\n\nignore_eos\x18\t \x01(\x08H\x06\x88\x01\x01\x12\x17\n\nmin_tokens\x18\n \x01(\x05H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x01H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x01H\t\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x01H\n\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0e \x01(\x05H\x0b\x88\x01\x01\x12\x0e\n\x01n\x18\x0f \x01(\x05H\x0c\x88\x01\x01\x12=\n\nlogit_bias\x18\x10 \x03(\x0b\x32).twopass.v1.SamplingParams.LogitBiasEntry\x12\'\n\x1ainclude_stop_str_in_output\x18\x11 \x01(\x08H\r\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\r\n\x0b_min_tokensB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x04\n\x02_nB\x1d\n\x1b_include_stop_str_in_output\"\xd3\x02\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x1a\n\rprompt_tokens\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12\x17\n\nrequest_id\x18\x04 \x01(\tH\x01\x88\x01\x01\x12\x34\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x18.twopass.v1.FinishReasonH\x02\x88\x01\x01\x12 \n\x05usage\x18\x06 \x01(\x0b\x32\x11.twopass.v1.Usage\x12\"\n\x06timing\x18\x07 \x01(\x0b\x32\x12.twopass.v1.Timing\x12\r\n\x05index\x18\x08 \x01(\x05\x12+\n\x08logprobs\x18\t \x03(\x0b\x32\x19.twopass.v1.TokenLogprobsB\x10\n\x0e_prompt_tokensB\r\n\x0b_request_idB\x10\n\x0e_finish_reason\"M\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\x05\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x15\n\rcached_tokens\x18\x02 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\x05\"\x9a\x01\n\x06Timing\x12\x0e\n\x06ttft_s\x18\x01 \x01(\x01\x12\x0f\n\x07total_s\x18\x02 \x01(\x01\x12.\n\x06stages\x18\x03 \x03(\x0b\x32\x1e.twopass.v1.Timing.StagesEntry\x12\x10\n\x08\x61ttempts\x18\x04 \x01(\x05\x1a-\n\x0bStagesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"M\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12 \n\x04\x63hat\x18\x02 \x01(\x0b\x32\x10.twopass.v1.ChatH\x00\x42\x08\n\x06prompt\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x15\n\rmax_model_len\x18\x02 \x01(\x05\"\x15\n\x13GetModelInfoRequest\"k\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\x05\x12\x12\n\nvocab_size\x18\x03 \x01(\x05\x12\x19\n\x11has_chat_template\x18\x04 \x01(\x08\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\" \n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\x08\"\x16\n\x14GetServerInfoRequest\"\x9d\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\x05\x12\r\n\x05ready\x18\x04 \x01(\x08\x12\x10\n\x08uptime_s\x18\x05 \x01(\x01\x12\x19\n\x11max_message_bytes\x18\x06 \x01(\x03\x12\x11\n\tmax_queue\x18\x07 \x01(\x05\"\x11\n\x0fGetLoadsRequest\"c\n\x10GetLoadsResponse\x12\x10\n\x08num_open\x18\x01 \x01(\x05\x12\x12\n\nnum_queued\x18\x02 \x01(\x05\x12)\n\x08replicas\x18\x03 \x03(\x0b\x32\x17.twopass.v1.ReplicaLoad\"\xa4\x04\n\x0bReplicaLoad\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\x11\n\tin_flight\x18\x05 \x01(\x05\x12\x12\n\nnum_blocks\x18\x06 \x01(\x05\x12\x12\n\nblock_size\x18\x07 \x01(\x05\x12\x14\n\x0cmax_num_seqs\x18\x08 \x01(\x05\x12\x18\n\x0bnum_waiting\x18\t \x01(\x05H\x00\x88\x01\x01\x12\x18\n\x0bnum_running\x18\n \x01(\x05H\x01\x88\x01\x01\x12\x1c\n\x0fnum_free_blocks\x18\x0b \x01(\x05H\x02\x88\x01\x01\x12\x17\n\nnum_leases\x18\x0c \x01(\x05H\x03\x88\x01\x01\x12\x16\n\tnum_pulls\x18\r \x01(\x05H\x04\x88\x01\x01\x12\x11\n\ttransport\x18\x0e \x01(\t\x12\x37\n\x08\x63ounters\x18\x0f \x03(\x0b\x32%.twopass.v1.ReplicaLoad.CountersEntry\x12$\n\nlast_trays\x18\x10 \x03(\x0b\x32\x10.twopass.v1.Tray\x12\r\n\x05\x61ge_s\x18\x11 \x01(\x01\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_num_waitingB\x0e\n\x0c_num_runningB\x12\n\x10_num_free_blocksB\r\n\x0b_num_leasesB\x0c\n\n_num_pulls\"m\n\x04Tray\x12\x33\n\nnum_tokens\x18\x01 \x03(\x0b\x32\x1f.twopass.v1.Tray.NumTokensEntry\x1a\x30\n\x0eNumTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x05:\x02\x38\x01*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xc7\x03\n\x07Twopass\x12G\n\x08Generate\x12\x1b.twopass.v1.GenerateRequest\x1a\x1c.twopass.v1.GenerateResponse0\x01\x12\x45\n\x08Tokenize\x12\x1b.twopass.v1.TokenizeRequest\x1a\x1c.twopass.v1.TokenizeResponse\x12Q\n\x0cGetModelInfo\x12\x1f.twopass.v1.GetModelInfoRequest\x1a .twopass.v1.GetModelInfoResponse\x12<\n\x05\x41\x62ort\x12\x18.twopass.v1.AbortRequest\x1a\x19.twopass.v1.AbortResponse\x12T\n\rGetServerInfo\x12 .twopass.v1.GetServerInfoRequest\x1a!.twopass.v1.GetServerInfoResponse\x12\x45\n\x08GetLoads\x12\x1b.twopass.v1.GetLoadsRequest\x1a\x1c.twopass.v1.GetLoadsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'twopass.proto.twopass_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_TIMING_STAGESENTRY']._loaded_options = None
   _globals['_TIMING_STAGESENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1801
-  _globals['_FINISHREASON']._serialized_end=1896
+  _globals['_REPLICALOAD_COUNTERSENTRY']._loaded_options = None
+  _globals['_REPLICALOAD_COUNTERSENTRY']._serialized_options = b'8\001'
+  _globals['_TRAY_NUMTOKENSENTRY']._loaded_options = None
+  _globals['_TRAY_NUMTOKENSENTRY']._serialized_options = b'8\001'
+  _globals['_FINISHREASON']._serialized_start=3161
+  _globals['_FINISHREASON']._serialized_end=3256
   _globals['_GENERATEREQUEST']._serialized_start=44
   _globals['_GENERATEREQUEST']._serialized_end=326
   _globals['_TOKENIDS']._serialized_start=328
@@ -44,23 +50,47 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHATMESSAGE']._serialized_start=404
   _globals['_CHATMESSAGE']._serialized_end=448
   _globals['_SAMPLINGPARAMS']._serialized_start=451
-  _globals['_SAMPLINGPARAMS']._serialized_end=1005
-  _globals['_GENERATERESPONSE']._serialized_start=1008
-  _globals['_GENERATERESPONSE']._serialized_end=1287
-  _globals['_USAGE']._serialized_start=1289
-  _globals['_USAGE']._serialized_end=1369
-  _globals['_TIMING']._serialized_start=1372
-  _globals['_TIMING']._serialized_end=1526
-  _globals['_TIMING_STAGESENTRY']._serialized_start=1481
-  _globals['_TIMING_STAGESENTRY']._serialized_end=1526
-  _globals['_TOKENIZEREQUEST']._serialized_start=1528
-  _globals['_TOKENIZEREQUEST']._serialized_end=1605
-  _globals['_TOKENIZERESPONSE']._serialized_start=1607
-  _globals['_TOKENIZERESPONSE']._serialized_end=1667
-  _globals['_GETMODELINFOREQUEST']._serialized_start=1669
-  _globals['_GETMODELINFOREQUEST']._serialized_end=1690
-  _globals['_GETMODELINFORESPONSE']._serialized_start=1692
-  _globals['_GETMODELINFORESPONSE']._serialized_end=1799
-  _globals['_TWOPASS']._serialized_start=1899
-  _globals['_TWOPASS']._serialized_end=2135
+  _globals['_SAMPLINGPARAMS']._serialized_end=1190
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=926
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=974
+  _globals['_GENERATERESPONSE']._serialized_start=1193
+  _globals['_GENERATERESPONSE']._serialized_end=1532
+  _globals['_TOKENLOGPROBS']._serialized_start=1534
+  _globals['_TOKENLOGPROBS']._serialized_end=1611
+  _globals['_USAGE']._serialized_start=1613
+  _globals['_USAGE']._serialized_end=1693
+  _globals['_TIMING']._serialized_start=1696
+  _globals['_TIMING']._serialized_end=1850
+  _globals['_TIMING_STAGESENTRY']._serialized_start=1805
+  _globals['_TIMING_STAGESENTRY']._serialized_end=1850
+  _globals['_TOKENIZEREQUEST']._serialized_start=1852
+  _globals['_TOKENIZEREQUEST']._serialized_end=1929
+  _globals['_TOKENIZERESPONSE']._serialized_start=1931
+  _globals['_TOKENIZERESPONSE']._serialized_end=1991
+  _globals['_GETMODELINFOREQUEST']._serialized_start=1993
+  _globals['_GETMODELINFOREQUEST']._serialized_end=2014
+  _globals['_GETMODELINFORESPONSE']._serialized_start=2016
+  _globals['_GETMODELINFORESPONSE']._serialized_end=2123
+  _globals['_ABORTREQUEST']._serialized_start=2125
+  _globals['_ABORTREQUEST']._serialized_end=2159
+  _globals['_ABORTRESPONSE']._serialized_start=2161
+  _globals['_ABORTRESPONSE']._serialized_end=2193
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=2195
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=2217
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=2220
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=2377
+  _globals['_GETLOADSREQUEST']._serialized_start=2379
+  _globals['_GETLOADSREQUEST']._serialized_end=2396
+  _globals['_GETLOADSRESPONSE']._serialized_start=2398
+  _globals['_GETLOADSRESPONSE']._serialized_end=2497
+  _globals['_REPLICALOAD']._serialized_start=2500
+  _globals['_REPLICALOAD']._serialized_end=3048
+  _globals['_REPLICALOAD_COUNTERSENTRY']._serialized_start=2920
+  _globals['_REPLICALOAD_COUNTERSENTRY']._serialized_end=2967
+  _globals['_TRAY']._serialized_start=3050
+  _globals['_TRAY']._serialized_end=3159
+  _globals['_TRAY_NUMTOKENSENTRY']._serialized_start=3111
+  _globals['_TRAY_NUMTOKENSENTRY']._serialized_end=3159
+  _globals['_TWOPASS']._serialized_start=3259
+  _globals['_TWOPASS']._serialized_end=3714
 # @@protoc_insertion_point(module_scope)

@@ -49,6 +49,21 @@ class TwopassStub:
                 request_serializer=twopass_dot_proto_dot_twopass__pb2.GetModelInfoRequest.SerializeToString,
                 response_deserializer=twopass_dot_proto_dot_twopass__pb2.GetModelInfoResponse.FromString,
                 _registered_method=True)
+        self.Abort = channel.unary_unary(
+                '/twopass.v1.Twopass/Abort',
+                request_serializer=twopass_dot_proto_dot_twopass__pb2.AbortRequest.SerializeToString,
+                response_deserializer=twopass_dot_proto_dot_twopass__pb2.AbortResponse.FromString,
+                _registered_method=True)
+        self.GetServerInfo = channel.unary_unary(
+                '/twopass.v1.Twopass/GetServerInfo',
+                request_serializer=twopass_dot_proto_dot_twopass__pb2.GetServerInfoRequest.SerializeToString,
+                response_deserializer=twopass_dot_proto_dot_twopass__pb2.GetServerInfoResponse.FromString,
+                _registered_method=True)
+        self.GetLoads = channel.unary_unary(
+                '/twopass.v1.Twopass/GetLoads',
+                request_serializer=twopass_dot_proto_dot_twopass__pb2.GetLoadsRequest.SerializeToString,
+                response_deserializer=twopass_dot_proto_dot_twopass__pb2.GetLoadsResponse.FromString,
+                _registered_method=True)
 
 
 class TwopassServicer:
@@ -74,6 +89,27 @@ class TwopassServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Abort(self, request, context):
+        """Ends an open request of any client, by its id: its stream ends with CANCELLED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetServerInfo(self, request, context):
+        """What runs here, and whether it takes requests.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetLoads(self, request, context):
+        """How busy every engine is, as of its last report (one a second).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TwopassServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -91,6 +127,21 @@ def add_TwopassServicer_to_server(servicer, server):
                     servicer.GetModelInfo,
                     request_deserializer=twopass_dot_proto_dot_twopass__pb2.GetModelInfoRequest.FromString,
                     response_serializer=twopass_dot_proto_dot_twopass__pb2.GetModelInfoResponse.SerializeToString,
+            ),
+            'Abort': grpc.unary_unary_rpc_method_handler(
+                    servicer.Abort,
+                    request_deserializer=twopass_dot_proto_dot_twopass__pb2.AbortRequest.FromString,
+                    response_serializer=twopass_dot_proto_dot_twopass__pb2.AbortResponse.SerializeToString,
+            ),
+            'GetServerInfo': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetServerInfo,
+                    request_deserializer=twopass_dot_proto_dot_twopass__pb2.GetServerInfoRequest.FromString,
+                    response_serializer=twopass_dot_proto_dot_twopass__pb2.GetServerInfoResponse.SerializeToString,
+            ),
+            'GetLoads': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetLoads,
+                    request_deserializer=twopass_dot_proto_dot_twopass__pb2.GetLoadsRequest.FromString,
+                    response_serializer=twopass_dot_proto_dot_twopass__pb2.GetLoadsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -174,6 +225,87 @@ class Twopass:
             '/twopass.v1.Twopass/GetModelInfo',
             twopass_dot_proto_dot_twopass__pb2.GetModelInfoRequest.SerializeToString,
             twopass_dot_proto_dot_twopass__pb2.GetModelInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Abort(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twopass.v1.Twopass/Abort',
+            twopass_dot_proto_dot_twopass__pb2.AbortRequest.SerializeToString,
+            twopass_dot_proto_dot_twopass__pb2.AbortResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetServerInfo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twopass.v1.Twopass/GetServerInfo',
+            twopass_dot_proto_dot_twopass__pb2.GetServerInfoRequest.SerializeToString,
+            twopass_dot_proto_dot_twopass__pb2.GetServerInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetLoads(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twopass.v1.Twopass/GetLoads',
+            twopass_dot_proto_dot_twopass__pb2.GetLoadsRequest.SerializeToString,
+            twopass_dot_proto_dot_twopass__pb2.GetLoadsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,44 @@
+"""Compiled kernels on disk: found again under their key, told apart by it, and done without where nothing can be written."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("numba")
+pytestmark = pytest.mark.filterwarnings("ignore::numba.NumbaPerformanceWarning")  # a kernel of one row has nothing to do in parallel
+
+from engine.runners.cpu_simd import make_widen_row
+from engine.runners.kernel_cache import compiled, one_compiles
+
+
+def make_widen(num: int, bf16: bool, key: str) -> Any:
+    """A kernel that closes over an emitter, as attention does: element by element float32 of one row."""
+    piece = make_widen_row(num, bf16)
+
+    def widen(row: Any, out: Any) -> None:
+        piece(row.ctypes.data, out.ctypes.data)
+
+    return compiled(widen, key)
+
+
+def test_found_again_under_its_key_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TWOPASS_CACHE", str(tmp_path))
+    row = (np.arange(32, dtype=np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    for key, num, hits in (("16", 16, 0), ("16", 16, 1), ("32", 32, 0), ("32", 32, 1)):
+        widen, out = make_widen(num, True, key), np.zeros(32, dtype=np.float32)
+        with one_compiles(__file__):
+            widen(row, out)
+        assert sum(widen.stats.cache_hits.values()) == hits
+        assert out.tolist() == [*range(num), *[0] * (32 - num)]
+    assert list(tmp_path.glob("kernels/*/*.nbi"))
+
+
+def test_compiles_in_memory_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TWOPASS_CACHE", str(tmp_path / "file"))
+    widen, out = make_widen(16, False, ""), np.zeros(16, dtype=np.float32)
+    with one_compiles(__file__):
+        widen(np.arange(16, dtype=np.float32), out)
+    assert out.tolist() == list(range(16))

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from cluster.config import ClusterConfig, PoolConfig
 from decode_pool.service import DecodeService
-from engine.loop import EngineLoop
+from engine.loop import EngineLoop, Service
 from engine.models.checkpoint import check_model_dir
 from engine.models.config import eos_token_ids, kv_layout_fields
 from engine.runner import Runner
@@ -27,7 +27,7 @@ from engine.runners import arithmetic
 from engine.scheduler import Scheduler
 from kv_transfer.layout import KVLayout
 from kv_transfer.lease import LeaseTable
-from kv_transfer.segment import PREFIX, SharedSegment
+from kv_transfer.segment import PREFIX, SharedSegment, remove_stale
 from kv_transfer.select import choose
 from kv_transfer.shared_memory import export
 from prefill_pool.service import PrefillService
@@ -71,6 +71,8 @@ def serve_model(config: ClusterConfig) -> ServedModel:
         )
     del served.layout_fields["block_size"]
     for name, pool in (("prefill", config.prefill), ("decode", config.decode)):
+        if pool.replicas and pool.num_gpus:
+            raise ConfigError(f"{name}.num_gpus: {pool.num_gpus}, but the {config.runner} runner computes on the CPU")
         if pool.replicas and pool.engine.max_model_len > served.max_model_len:
             raise ConfigError(f"{name}.max_model_len: {pool.engine.max_model_len} is more than the model's {served.max_model_len}")
         if pool.replicas and num_blocks(config, pool, served) < 2:
@@ -90,6 +92,7 @@ def build_prefill(config: ClusterConfig, address: Address, send: Send, prefix: s
     served, pool = serve_model(config), config.prefill
     layout = served.layout(pool)
     blocks = num_blocks(config, pool, served)
+    remove_stale()  # of this machine, which need not be the supervisor's
     segment = SharedSegment.create(
         f"{prefix.removeprefix(PREFIX)}{address.replica_id}-{address.epoch}",
         block_bytes=layout.block_bytes,
@@ -106,7 +109,7 @@ def build_prefill(config: ClusterConfig, address: Address, send: Send, prefix: s
         hello=_hello("prefill", pool, blocks, layout, export(segment)),
         clock=time.monotonic,
     )
-    return EngineLoop(service, _runner(config, pool, segment.cache), address=address, clock=time.monotonic, send=send)
+    return _loop(service, _runner(config, pool, segment.cache), pool, address, send)
 
 
 def build_decode(config: ClusterConfig, address: Address, send: Send, prefix: str, resources: ExitStack) -> EngineLoop:
@@ -127,8 +130,14 @@ def build_decode(config: ClusterConfig, address: Address, send: Send, prefix: st
         block_bytes=layout.block_bytes,
         clock=time.monotonic,
     )
-    loops.append(EngineLoop(service, _runner(config, pool, cache), address=address, clock=time.monotonic, send=send))
+    loops.append(_loop(service, _runner(config, pool, cache), pool, address, send))
     return loops[0]
+
+
+def _loop(service: Service, runner: Runner, pool: PoolConfig, address: Address, send: Send) -> EngineLoop:
+    return EngineLoop(
+        service, runner, address=address, clock=time.monotonic, send=send, stall_timeout_s=pool.engine.stall_timeout_s
+    )
 
 
 def _scheduler(pool: PoolConfig, blocks: int, served: ServedModel, layout: KVLayout) -> Scheduler:

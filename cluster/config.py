@@ -1,7 +1,7 @@
 """The whole deployment in one file: a frozen dataclass per package, composed here, checked before anything starts.
 
 model, dtype, runner            what is served, and on what
-prefill, decode                 replicas, num_threads and every knob of engine.config.EngineConfig, flat
+prefill, decode                 replicas, num_threads, num_gpus and every knob of engine.config.EngineConfig, flat
 transfer                        kv_transfer.config.TransferConfig
 router                          router.config.RouterConfig
 """
@@ -26,6 +26,7 @@ Tree = dict[str, Any]
 """A parsed YAML mapping: values are scalars, lists or trees."""
 
 _ENGINE_KNOBS = tuple(f.name for f in fields(EngineConfig))
+_POOL_KNOBS = ("replicas", "num_threads", "num_gpus", *_ENGINE_KNOBS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,8 @@ class PoolConfig:
     replicas: int = 1
     num_threads: int = 1
     """Threads one engine computes with."""
+    num_gpus: int = 0
+    """GPUs of one engine. Ray gives them; one machine must have those of all engines together."""
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:
@@ -42,6 +45,8 @@ class PoolConfig:
             raise ConfigError(f"replicas: {self.replicas} is below 0")
         if self.num_threads < 1:
             raise ConfigError(f"num_threads: {self.num_threads} is below 1")
+        if self.num_gpus < 0:
+            raise ConfigError(f"num_gpus: {self.num_gpus} is below 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +76,8 @@ class ClusterConfig:
 
 _SCALARS = ("model", "dtype", "runner")
 _SECTIONS: dict[str, tuple[str, ...]] = {
-    "prefill": ("replicas", "num_threads", *_ENGINE_KNOBS),
-    "decode": ("replicas", "num_threads", *_ENGINE_KNOBS),
+    "prefill": _POOL_KNOBS,
+    "decode": _POOL_KNOBS,
     "transfer": tuple(f.name for f in fields(TransferConfig)),
     "router": tuple(f.name for f in fields(RouterConfig)),
 }

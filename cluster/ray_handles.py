@@ -1,5 +1,6 @@
 """Ray, typed: a private or a given cluster, actors by address, and the mailbox through which they reach each other."""
 
+import fcntl
 import os
 import shutil
 import signal
@@ -7,15 +8,15 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # Before Ray is imported: it reads both once. With token auth on, `init` writes a token file that makes later job submissions fail.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from protocol.errors import CapacityError, StartupError
 from protocol.messages import Address, Envelope
@@ -27,6 +28,8 @@ _LOOPBACK = "127.0.0.2"
 """Ray replaces 127.0.0.1 by an outward address; any other one of the loopback net stays."""
 _OBJECT_STORE_BYTES = 80 * 1024 * 1024
 """Ray's own store is close to its minimum: messages are small and KV travels elsewhere."""
+_PRIVATE_TIMEOUT_S = 15.0
+"""Longest wait for a place in a private Ray, which does not grow."""
 
 
 def actor_name(address: Address) -> str:
@@ -92,59 +95,120 @@ def result(reference: Any, timeout_s: float = 60.0) -> Any:
         raise StartupError(f"an actor has not answered within {timeout_s:g} s") from None
 
 
+@dataclass(frozen=True, slots=True)
+class PrivateFolder:
+    """Where a private Ray keeps its sockets and logs. It is locked as long as its process lives; a later one removes it if that died."""
+
+    path: Path
+    lock_fd: int
+
+    @classmethod
+    def create(cls, parent: Path) -> "PrivateFolder":
+        """`parent`/twopass-<pid>-<random>. Unix sockets lie below it, so the path must stay short."""
+        for path in sorted(parent.glob("twopass-*-*")):
+            _remove_if_stale(path)
+        path = Path(tempfile.mkdtemp(prefix=f"twopass-{os.getpid()}-", dir=parent))
+        lock_fd = os.open(path, os.O_RDONLY)
+        fcntl.flock(lock_fd, fcntl.LOCK_EX)
+        return cls(path, lock_fd)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self.lock_fd)
+
+
+def _remove_if_stale(path: Path) -> None:
+    """A dead owner is known by two signs: no process bears the pid in the name, and nobody holds the lock."""
+    pid = path.name.split("-")[1]
+    if not path.is_dir() or not pid.isdigit() or Path("/proc", pid).exists():
+        return
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+    finally:
+        os.close(fd)
+
+
+class Bundle(NamedTuple):
+    """What one engine takes of a machine."""
+
+    num_cpus: int
+    num_gpus: int
+
+
 @dataclass(slots=True)
 class RayCluster:
     """The Ray a deployment runs in: its own, in a private folder, or the one that `RAY_ADDRESS` names."""
 
-    directory: Path | None
+    folder: PrivateFolder | None
     """The private one's; None: the cluster is not ours to end."""
     _group: PlacementGroup | None = field(default=None, init=False)
+    _bundles: Sequence[Bundle] = field(default=(), init=False)
 
     @classmethod
-    def open(cls, namespace: str, *, num_cpus: int) -> "RayCluster":
-        """Starts a private Ray with `num_cpus` (a declaration, not a limit), or joins the one of this job."""
+    def open(cls, namespace: str, *, num_cpus: int, num_gpus: int) -> "RayCluster":
+        """Joins the Ray of this job, or starts a private one with `num_cpus` (a declaration, not a limit) and, if any, this machine's GPUs."""
         on_sigterm = signal.getsignal(signal.SIGTERM)
-        directory = None
+        folder = None
         try:
             if os.environ.get("RAY_ADDRESS"):
                 ray.init(address="auto", namespace=namespace, log_to_driver=False, logging_level="error")
             else:
-                # Unix sockets lie below it, so the path must stay short; the pid says whose it is.
-                directory = Path(tempfile.mkdtemp(prefix=f"twopass-{os.getpid()}-", dir="/tmp"))
+                folder = PrivateFolder.create(Path("/tmp"))
                 ray.init(
                     address="local",
                     namespace=namespace,
                     num_cpus=num_cpus,
-                    num_gpus=0,
+                    num_gpus=None if num_gpus else 0,
                     object_store_memory=_OBJECT_STORE_BYTES,
                     include_dashboard=False,
                     log_to_driver=False,
                     logging_level="error",
                     _node_ip_address=_LOOPBACK,
-                    _temp_dir=str(directory),
+                    _temp_dir=str(folder.path),
                 )
         except BaseException:
-            cls(directory).close()
+            cls(folder).close()
             raise
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray sets its own, which exits without a drain
-        return cls(directory)
+        return cls(folder)
 
-    def place(self, num_cpus: Sequence[int], timeout_s: float = 60.0) -> None:
-        """Takes one bundle per engine, close together. Raises CapacityError when the cluster cannot give them in time."""
-        self._group = placement_group([{"CPU": count} for count in num_cpus], strategy="PACK")
-        if not self._group.wait(timeout_s):
-            free = ray.available_resources().get("CPU", 0)
-            raise CapacityError(f"Ray has {free:g} CPUs free, {sum(num_cpus)} are needed (in pieces of {', '.join(map(str, num_cpus))})")
+    def place(self, bundles: Sequence[Bundle], timeout_s: float = 60.0) -> None:
+        """Takes one bundle per engine, all on one machine: KV travels through its memory. Raises CapacityError if none has them in time.
 
-    def spawn(self, kind: type, address: Address, *args: object, bundle: int | None = None, num_cpus: int = 0) -> Actor:
-        """Starts an actor, at once; errors of its constructor come with its first call. `bundle`: its place from `place`."""
-        options: dict[str, Any] = {"name": actor_name(address), "num_cpus": num_cpus, "max_restarts": 0, "max_task_retries": 0}
-        if bundle is not None:
+        A private Ray does not grow: there the wait is shorter.
+        """
+        resources = [{"CPU": num_cpus, **({"GPU": num_gpus} if num_gpus else {})} for num_cpus, num_gpus in bundles]
+        self._group, self._bundles = placement_group(resources, strategy="STRICT_PACK"), bundles
+        if not self._group.wait(min(timeout_s, _PRIVATE_TIMEOUT_S) if self.folder else timeout_s):
+            free = ray.available_resources()
+            num_cpus, num_gpus = (sum(column) for column in zip(*bundles, strict=True))
+            raise CapacityError(
+                f"no machine has {num_cpus} CPUs and {num_gpus} GPUs free for {len(bundles)} engines; "
+                f"Ray has {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs free in all"
+            )
+
+    def spawn(self, kind: type, address: Address, *args: object, bundle: int | None = None) -> Actor:
+        """Starts an actor, at once; errors of its constructor come with its first call. `bundle`: its place; None: on this machine."""
+        options: dict[str, Any] = {"name": actor_name(address), "num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
+        if bundle is None:
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        else:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+            options["num_cpus"], options["num_gpus"] = self._bundles[bundle]
         return Actor(address, ray.remote(kind).options(**options).remote(*args))
 
     def close(self) -> None:
-        """Ends a private Ray and removes its folder; leaves a given one."""
+        """Ends a private Ray and removes its folder; leaves a given one, but for what this process has in it."""
+        if self._group is not None:
+            remove_placement_group(self._group)
         ray.shutdown()
-        if self.directory is not None:
-            shutil.rmtree(self.directory, ignore_errors=True)
+        if self.folder is not None:
+            self.folder.remove()

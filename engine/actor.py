@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from engine.loop import EngineLoop
+from protocol.errors import EngineStalled
 from protocol.messages import Envelope
 
 SWITCH_INTERVAL_S = 0.0005
@@ -40,6 +41,8 @@ class EngineActor:
     def failure(self) -> str:
         """Why the engine can no longer work; empty while it can."""
         failure = self._loop.failure if self._loop is not None else None
+        if isinstance(failure, EngineStalled):
+            return str(failure)
         return "".join(traceback.format_exception(failure)) if failure is not None else ""
 
     def pid(self) -> int:

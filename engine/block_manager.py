@@ -71,10 +71,12 @@ class BlockManager:
         if count > self.num_free:
             raise ProtocolError(f"{count} blocks asked for, {self.num_free} are free")
         blank, references = self._blank, self._references
-        start = max(len(blank) - count, 0)
-        taken = blank[start:]
-        taken.reverse()
-        del blank[start:]
+        taken: list[int] = []
+        if blank:
+            start = max(len(blank) - count, 0)
+            taken = blank[start:]
+            taken.reverse()
+            del blank[start:]
         if len(taken) < count:
             taken += self._evict(count - len(taken))
         for block in taken:
@@ -90,9 +92,10 @@ class BlockManager:
             return blocks
         hash_of, block_of = self._hash_of, self._block_of
         hashes = [block_hash for block in blocks if (block_hash := hash_of[block]) is not None]
-        for block, block_hash in zip(blocks, hashes, strict=True):
-            hash_of[block] = None
+        for block_hash in hashes:
             del block_of[block_hash]
+        for block in blocks:
+            hash_of[block] = None
         self._removed.extend(hashes)
         return blocks
 
@@ -106,14 +109,17 @@ class BlockManager:
 
     def release(self, blocks: Seq[int]) -> None:
         """Gives up one reference to each block of one owner, given in sequence order (no block twice); the tail becomes reusable first."""
-        references, gone = self._references, []
-        for block in reversed(blocks):
-            left = references[block] - 1
-            references[block] = left
-            if left == 0:
-                gone.append(block)
-            elif left < 0:
-                raise ProtocolError(f"block {block} was freed more often than taken")
+        references, gone = self._references, list(reversed(blocks))
+        counts = [references[block] for block in gone]
+        if counts.count(1) == len(counts):
+            for block in gone:
+                references[block] = 0
+        elif 0 in counts:
+            raise ProtocolError(f"block {gone[counts.index(0)]} was freed more often than taken")
+        else:
+            for block in gone:
+                references[block] -= 1
+            gone = [block for block in gone if not references[block]]
         if self._num_scheduled == self._num_committed:
             self._make_free(gone)
             return
@@ -261,18 +267,20 @@ class _FreedBlocks:
     """
 
     def __init__(self, num_blocks: int) -> None:
-        self._queue: deque[int] = deque()
+        self._queue: list[int] = []
+        self._head = 0
+        """Entries before it were popped."""
         self._left: Counter[int] = Counter()
         """Entries left behind, by block; they come before its own."""
         self._num_left = 0
         self._max_entries = 2 * num_blocks
 
     def __len__(self) -> int:
-        return len(self._queue) - self._num_left
+        return len(self._queue) - self._head - self._num_left
 
     def in_order(self) -> list[int]:
         left, blocks = self._left.copy(), []
-        for block in self._queue:
+        for block in self._queue[self._head :]:
             if left[block]:
                 left[block] -= 1
             else:
@@ -280,9 +288,13 @@ class _FreedBlocks:
         return blocks
 
     def push(self, blocks: list[int]) -> None:
-        self._queue.extend(blocks)
-        if len(self._queue) > self._max_entries:
-            self._queue = deque(self.in_order())
+        self._queue += blocks
+        if len(self._queue) <= self._max_entries:
+            return
+        del self._queue[: self._head]
+        self._head = 0
+        if self._num_left > self._max_entries // 4:
+            self._queue = self.in_order()
             self._left.clear()
             self._num_left = 0
 
@@ -293,10 +305,14 @@ class _FreedBlocks:
 
     def pop(self, count: int) -> list[int]:
         """Takes the `count` that were freed first; there must be as many."""
-        queue, left = self._queue, self._left
+        queue, left, head = self._queue, self._left, self._head
+        if not left:
+            self._head = head + count
+            return queue[head : head + count]
         blocks: list[int] = []
         while len(blocks) < count:
-            block = queue.popleft()
+            block = queue[head]
+            head += 1
             if block not in left:
                 blocks.append(block)
                 continue
@@ -304,4 +320,5 @@ class _FreedBlocks:
             left[block] -= 1
             if not left[block]:
                 del left[block]
+        self._head = head
         return blocks

@@ -22,6 +22,8 @@ class EngineConfig:
     """KV blocks of the pool, block 0 (never used) included. 0: from `kv_cache_bytes`."""
     kv_cache_bytes: int = 0
     """Bytes of the pool if `num_blocks` is 0."""
+    gpu_memory_utilization: float = 0.9
+    """Share of a GPU's memory for weights, activations and KV together, where neither `num_blocks` nor `kv_cache_bytes` is named."""
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
     """Most tokens of one sequence in one step; 0: no limit."""
@@ -42,6 +44,8 @@ class EngineConfig:
     """Over how many seconds thrashing is measured."""
     thrash_limit: float = 0.3
     """Tokens recomputed per token generated beyond which nobody is admitted while anything runs; 0: no limit."""
+    stall_timeout_s: float = 120.0
+    """An engine whose step runs for longer counts as dead and is replaced."""
 
     def __post_init__(self) -> None:
         for name in ("max_num_batched_tokens", "max_num_seqs", "block_size"):
@@ -55,8 +59,11 @@ class EngineConfig:
             raise ConfigError(f"cuda_graph_sizes: {self.cuda_graph_sizes} is not ascending from 1 on")
         if self.pad_with_prefill and not self.cuda_graph_sizes:
             raise ConfigError("pad_with_prefill: needs cuda_graph_sizes")
-        if self.thrash_window_s <= 0:
-            raise ConfigError(f"thrash_window_s: {self.thrash_window_s} is not above 0")
+        for name in ("thrash_window_s", "stall_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}: {getattr(self, name)} is not above 0")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(f"gpu_memory_utilization: {self.gpu_memory_utilization} is not in (0, 1]")
         if self.max_model_len < 2:
             raise ConfigError(f"max_model_len: {self.max_model_len} is below 2")
         if not 0.0 <= self.watermark < 1.0:

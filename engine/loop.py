@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 from engine.runner import Batch, Runner, StepOutput
 from protocol.clock import Clock
 from protocol.delivery import Incoming, Outgoing
-from protocol.errors import ProtocolError, TwopassError
+from protocol.errors import EngineStalled, ProtocolError, TwopassError
 from protocol.messages import ROUTER_ID, Address, Drain, Envelope, Message, PeerGap
 
 TICK_S = 0.1
@@ -72,6 +72,7 @@ class EngineLoop:
     `asynchronous`: the next batch is built while the step before it runs, and starts right after it, before that one's commit. The
     service must then allow `schedule` once more before a `commit`, the runner batches with pending tokens.
     `strict`: a message that the protocol does not list ends the loop, as tests want it.
+    A step that runs for longer than `stall_timeout_s` ends the loop too: an engine that makes no progress must not look alive.
     `on_failure`: called once, from the thread that died of an error nobody expects; the loop has ended then, and the process should.
     """
 
@@ -86,6 +87,7 @@ class EngineLoop:
         asynchronous: bool = False,
         on_failure: Callable[[BaseException], None] | None = None,
         gap_timeout_s: float = 5.0,
+        stall_timeout_s: float = 120.0,
         strict: bool = False,
     ) -> None:
         self.address = address
@@ -101,6 +103,9 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[Envelope | Drain | StepOutput | _StepFailed | _Signal] = queue.SimpleQueue()
         self._steps: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
         self._num_in_flight = 0
+        self._stall_timeout_s = stall_timeout_s
+        self._step_started_at: float | None = None
+        """Of the step that runs now; None between steps. Written by the step thread alone."""
         self._idle = threading.Event()
         self._idle_lock = threading.Lock()
         """Held while `_idle` is made to agree with the inbox: set only if that is empty."""
@@ -150,12 +155,14 @@ class EngineLoop:
 
     def _step(self) -> None:
         while (batch := self._steps.get()) is not None:
-            started = self._clock()
+            started = self._step_started_at = self._clock()
             try:
                 output = self._runner.execute(batch)
             except (TwopassError, RuntimeError) as error:
                 self._inbox.put(_StepFailed(f"{type(error).__name__}: {error}"))
                 continue
+            finally:
+                self._step_started_at = None
             output.seconds = output.seconds or self._clock() - started
             self._inbox.put(output)
 
@@ -171,6 +178,7 @@ class EngineLoop:
                 for _ in range(self._inbox.qsize()):
                     going = self._take(self._inbox.get()) and going
             self._report_lost()
+            self._check_progress()
             self._service.tick()
             if going:
                 self._fill()
@@ -220,6 +228,11 @@ class EngineLoop:
         while self._num_in_flight < self._depth and (batch := self._service.schedule()) is not None:
             self._num_in_flight += 1
             self._steps.put(batch)
+
+    def _check_progress(self) -> None:
+        started = self._step_started_at
+        if started is not None and (seconds := self._clock() - started) > self._stall_timeout_s:
+            raise EngineStalled(f"a step has been running for {seconds:.1f} s, stall_timeout_s is {self._stall_timeout_s:g}")
 
     def _report_lost(self) -> None:
         for lost in self._incoming.lost():

@@ -54,7 +54,8 @@ class Contexts(NamedTuple):
 def greedy(logits: torch.Tensor) -> Int32:
     """The likeliest token of every row, the first of equals: int32 [S]."""
     values: Float32 = logits.float().numpy()  # torch's own argmax of bf16 takes 5 times as long, conversion included
-    return values.argmax(axis=-1).astype(np.int32)
+    token_ids: Int32 = values.argmax(axis=-1).astype(np.int32)
+    return token_ids
 
 
 def choose(logits: torch.Tensor, sampling: RowSampling, contexts: Contexts) -> tuple[Int32, dict[int, TokenLogprobs]]:

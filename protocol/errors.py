@@ -16,6 +16,7 @@ TwopassError
 │   ├── LayoutMismatch            the two caches do not look alike
 │   ├── PullFailed                bytes did not arrive
 │   └── LeaseLost                 they arrived, but the lease word had changed
+├── EngineStalled                 a step does not end; its engine is replaced
 └── ProtocolError                 a bug: a message or transition that no table lists
 """
 
@@ -117,6 +118,10 @@ class PullFailed(TransferError):
 
 class LeaseLost(TransferError):
     """The lease word no longer named this lease after the bytes had arrived."""
+
+
+class EngineStalled(TwopassError):
+    """A step has been running for longer than any step may."""
 
 
 class ProtocolError(TwopassError):

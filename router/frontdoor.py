@@ -11,6 +11,7 @@ Everything but tokenisation runs on one event loop, so the core needs no lock.
 """
 
 import asyncio
+import importlib.metadata
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Protocol, TypeVar
@@ -79,6 +80,7 @@ class FrontDoor:
         clock: Clock,
     ) -> None:
         self.core, self.tokenizer, self.model = core, tokenizer, model
+        self._started_at = clock()
         self._config, self._send, self._clock = config, send, clock
         self.totals = DoorTotals()
         self._calls: dict[str, _Call] = {}
@@ -136,6 +138,22 @@ class FrontDoor:
         token_ids = await self._in_thread(lambda: parse_tokenize(read(), self.tokenizer))
         return pb.TokenizeResponse(token_ids=token_ids.tolist(), max_model_len=self.core.max_model_len)
 
+    def info(self) -> pb.GetServerInfoResponse:
+        return pb.GetServerInfoResponse(
+            version=_version(),
+            model=self.model.name,
+            max_model_len=self.core.max_model_len,
+            ready=self.core.ready,
+            uptime_s=self._clock() - self._started_at,
+            max_message_bytes=self._config.max_message_bytes,
+            max_queue=self._config.max_queue,
+        )
+
+    def loads(self) -> pb.GetLoadsResponse:
+        """Of every engine, as of its last status."""
+        replicas = [_replica_load(replica, self._clock()) for replica in self.core.replicas()]
+        return pb.GetLoadsResponse(num_open=self.num_open, num_queued=self.core.num_queued, replicas=replicas)
+
     def abort(self, request_id: str) -> bool:
         """Ends an open call by its id, with an error for its client. False: there is none."""
         call = self._calls.get(request_id)
@@ -175,14 +193,14 @@ class FrontDoor:
         try:
             while True:
                 for answer in await call.news():
-                    piece, error = self._piece(call, answer)
+                    piece, failure = self._piece(call, answer)
                     if first:
                         piece.prompt_tokens, piece.request_id = call.num_prompt_tokens, call.request_id
-                    if error is None or piece.token_ids:
+                    if failure is None or piece.token_ids:
                         first = False
                         yield piece
-                    if error is not None:
-                        raise error
+                    if failure is not None:
+                        raise failure
                     if piece.HasField("usage"):
                         return
         finally:
@@ -345,3 +363,32 @@ class _Answer:
         tokens, self._tokens, self.num_buffered = self._tokens, [], 0
         logprobs, self._logprobs = self._logprobs, []
         return np.concatenate(tokens) if tokens else np.empty(0, dtype=np.int32), logprobs
+
+
+def _replica_load(replica: Replica, now: float) -> pb.ReplicaLoad:
+    hello, status = replica.hello, replica.status
+    load = pb.ReplicaLoad(
+        replica_id=replica.address.replica_id,
+        epoch=replica.address.epoch,
+        role=hello.role,
+        state=replica.state,
+        in_flight=replica.in_flight,
+        num_blocks=hello.num_blocks,
+        block_size=hello.block_size,
+        max_num_seqs=hello.max_num_seqs,
+        age_s=now - replica.heard_at,
+    )
+    if status is not None:
+        load.num_waiting, load.num_running = status.num_waiting, status.num_running
+        load.num_free_blocks, load.num_leases, load.num_pulls = status.num_free_blocks, status.num_leases, status.num_pulls
+        load.transport = status.transport
+        load.counters.update(status.counters)
+        load.last_trays.extend(pb.Tray(num_tokens=tray) for tray in status.last_trays)
+    return load
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("twopass")
+    except importlib.metadata.PackageNotFoundError:
+        return ""

@@ -7,22 +7,29 @@
 """
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from functools import partial
-from typing import NoReturn, Protocol
+from typing import NoReturn, Protocol, TypeVar
 
 import grpc
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from protocol.errors import CapacityError, InvalidRequest, Overloaded, RequestCancelled, RequestError
 from router.config import RouterConfig
 from router.frontdoor import FrontDoor
-from router.parse import parse_bytes
+from router.parse import parse_abort, parse_bytes
 from twopass.proto import twopass_pb2 as pb
 
+M = TypeVar("M", bound=Message)
+
 SERVICE = "twopass.v1.Twopass"
-MAX_DETAILS_CHARACTERS = 1024
+MAX_DETAILS_BYTES = 800
+"""Of an error's text: with its copies in the metadata it must stay below the 8 KB of headers that clients accept."""
 HARD_LIMIT_FACTOR = 4
 """Between max_message_bytes and this many times as much a call gets a status that says what is wrong with it."""
 FLUSH_TICKS = 10
@@ -34,7 +41,7 @@ class Context(Protocol):
 
     def time_remaining(self) -> float | None: ...
     async def write(self, message: pb.GenerateResponse) -> None: ...
-    async def abort(self, code: grpc.StatusCode, details: str, trailing_metadata: tuple[tuple[str, str], ...]) -> NoReturn: ...
+    async def abort(self, code: grpc.StatusCode, details: str, trailing_metadata: tuple[tuple[str, str | bytes], ...]) -> NoReturn: ...
 
 
 class Server:
@@ -58,10 +65,11 @@ class Server:
         # requests come as bytes: a message gRPC itself cannot parse would end as INTERNAL
         handlers = {
             "Generate": grpc.unary_stream_rpc_method_handler(self._generate, response_serializer=pb.GenerateResponse.SerializeToString),
-            "Tokenize": grpc.unary_unary_rpc_method_handler(self._tokenize, response_serializer=pb.TokenizeResponse.SerializeToString),
-            "GetModelInfo": grpc.unary_unary_rpc_method_handler(
-                self._get_model_info, response_serializer=pb.GetModelInfoResponse.SerializeToString
-            ),
+            "Tokenize": self._unary(pb.TokenizeRequest, door.tokenize),
+            "GetModelInfo": self._unary(pb.GetModelInfoRequest, self._get_model_info),
+            "Abort": self._unary(pb.AbortRequest, self._abort_request),
+            "GetServerInfo": self._unary(pb.GetServerInfoRequest, self._get_server_info),
+            "GetLoads": self._unary(pb.GetLoadsRequest, self._get_loads),
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -128,17 +136,30 @@ class Server:
         except TimeoutError as error:
             raise RequestCancelled(f"the client took nothing for {self._config.write_timeout_s:g} s") from error
 
-    async def _tokenize(self, data: bytes, context: Context) -> pb.TokenizeResponse:
-        try:
-            return await self._door.tokenize(partial(parse_bytes, pb.TokenizeRequest, data, self._config.max_message_bytes))
-        except RequestError as error:
-            await _abort(context, error)
+    def _unary(self, kind: type[M], answer: Callable[[Callable[[], M]], Awaitable[Message]]) -> grpc.RpcMethodHandler:
+        """A handler of a call with one answer. `answer` gets a function that parses the request, and may raise RequestError."""
 
-    async def _get_model_info(self, data: bytes, context: Context) -> pb.GetModelInfoResponse:
-        try:
-            parse_bytes(pb.GetModelInfoRequest, data, self._config.max_message_bytes)
-        except RequestError as error:
-            await _abort(context, error)
+        async def handle(data: bytes, context: Context) -> Message:
+            try:
+                return await answer(partial(parse_bytes, kind, data, self._config.max_message_bytes))
+            except RequestError as error:
+                await _abort(context, error)
+
+        return grpc.unary_unary_rpc_method_handler(handle, response_serializer=lambda message: message.SerializeToString())
+
+    async def _abort_request(self, read: Callable[[], pb.AbortRequest]) -> pb.AbortResponse:
+        return pb.AbortResponse(aborted=self._door.abort(parse_abort(read())))
+
+    async def _get_server_info(self, read: Callable[[], pb.GetServerInfoRequest]) -> pb.GetServerInfoResponse:
+        read()
+        return self._door.info()
+
+    async def _get_loads(self, read: Callable[[], pb.GetLoadsRequest]) -> pb.GetLoadsResponse:
+        read()
+        return self._door.loads()
+
+    async def _get_model_info(self, read: Callable[[], pb.GetModelInfoRequest]) -> pb.GetModelInfoResponse:
+        read()
         door = self._door
         return pb.GetModelInfoResponse(
             model=door.model.name,
@@ -149,9 +170,18 @@ class Server:
 
 
 async def _abort(context: Context, error: RequestError) -> NoReturn:
-    metadata: tuple[tuple[str, str], ...] = ()
+    """Ends the call with the error's status; what it knows beyond that goes into the trailing metadata, plain and as google.rpc.Status."""
+    code, text = grpc.StatusCode[error.code], str(error).encode("utf-8", "replace")[:MAX_DETAILS_BYTES].decode("utf-8", "ignore")
+    status = status_pb2.Status(code=code.value[0], message=text)
+    metadata: tuple[tuple[str, str | bytes], ...] = ()
     if isinstance(error, Overloaded):
         metadata = (("retry-after-s", f"{error.retry_after_s:g}"),)
+        delay = Duration(seconds=int(error.retry_after_s), nanos=int(error.retry_after_s % 1 * 1e9))
+        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
     elif isinstance(error, InvalidRequest):
         metadata = (("invalid-field", error.field),)
-    await context.abort(grpc.StatusCode[error.code], str(error)[:MAX_DETAILS_CHARACTERS], metadata)
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=text)
+        status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
+    if status.details:
+        metadata += (("grpc-status-details-bin", status.SerializeToString()),)
+    await context.abort(code, text, metadata)

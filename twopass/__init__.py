@@ -15,7 +15,18 @@ from twopass.errors import (
     TwopassError,
     Unavailable,
 )
-from twopass.wire import Chunk, Completion, ModelInfo, Timing, Usage
+from twopass.wire import (
+    Chunk,
+    Completion,
+    GenerateOptions,
+    Loads,
+    ModelInfo,
+    ReplicaLoad,
+    ServerInfo,
+    Timing,
+    TokenLogprobs,
+    Usage,
+)
 
 __all__ = [
     "AccessDenied",
@@ -27,15 +38,20 @@ __all__ = [
     "ClientClosed",
     "Completion",
     "DeadlineExceeded",
+    "GenerateOptions",
     "InvalidRequest",
+    "Loads",
     "ModelInfo",
     "NotSupported",
     "Overloaded",
+    "ReplicaLoad",
     "RequestError",
     "RequestTooLarge",
     "ServerError",
+    "ServerInfo",
     "Stream",
     "Timing",
+    "TokenLogprobs",
     "TwopassError",
     "Unavailable",
     "Usage",

@@ -4,7 +4,8 @@
         for chunk in client.generate("Once upon a time", max_tokens=32, temperature=0.0):
             print(chunk.text, end="")
 
-`generate` and `chat` stream; `generate_text` and `chat_text` wait for the whole answer. `AsyncClient` is the same with `async`.
+`generate` and `chat` stream; `generate_text` and `chat_text` wait for the whole answer, `generate_texts` and `chat_texts` for `n` of
+them. `AsyncClient` is the same with `async`.
 Everything raises the errors of `twopass.errors`. Closing a stream, or dropping it, cancels the request.
 """
 
@@ -21,15 +22,22 @@ from twopass.wire import (
     Chunk,
     Completion,
     GenerateOptions,
+    Loads,
     ModelInfo,
+    ServerInfo,
     Timing,
     Usage,
+    abort_request,
     generate_request,
     incomplete,
     join,
+    require_single,
+    single,
     to_chunk,
     to_error,
+    to_loads,
     to_model_info,
+    to_server_info,
     tokenize_request,
 )
 
@@ -65,11 +73,23 @@ class Client:
         self, prompt: str | None = None, *, prompt_token_ids: Iterable[int] | None = None, **options: Unpack[GenerateOptions]
     ) -> Completion:
         """As `generate`, but waits for the whole answer."""
+        require_single(options)
         return self.generate(prompt, prompt_token_ids=prompt_token_ids, **options).read()
+
+    def generate_texts(
+        self, prompt: str | None = None, *, prompt_token_ids: Iterable[int] | None = None, **options: Unpack[GenerateOptions]
+    ) -> list[Completion]:
+        """As `generate`, but waits for all `n` answers."""
+        return self.generate(prompt, prompt_token_ids=prompt_token_ids, **options).read_all()
 
     def chat_text(self, messages: Iterable[Mapping[str, str]], **options: Unpack[GenerateOptions]) -> Completion:
         """As `chat`, but waits for the whole answer."""
+        require_single(options)
         return self.chat(messages, **options).read()
+
+    def chat_texts(self, messages: Iterable[Mapping[str, str]], **options: Unpack[GenerateOptions]) -> list[Completion]:
+        """As `chat`, but waits for all `n` answers."""
+        return self.chat(messages, **options).read_all()
 
     def tokenize(self, text: str | None = None, *, messages: Iterable[Mapping[str, str]] | None = None) -> list[int]:
         """The token ids that the server would use for this prompt."""
@@ -78,6 +98,18 @@ class Client:
     def model_info(self) -> ModelInfo:
         """What is served."""
         return to_model_info(self._call(self._stub.GetModelInfo, pb.GetModelInfoRequest()))
+
+    def server_info(self) -> ServerInfo:
+        """What runs there, and whether it takes requests."""
+        return to_server_info(self._call(self._stub.GetServerInfo, pb.GetServerInfoRequest()))
+
+    def loads(self) -> Loads:
+        """How busy every engine is, as of its last report."""
+        return to_loads(self._call(self._stub.GetLoads, pb.GetLoadsRequest()))
+
+    def abort(self, request_id: str) -> bool:
+        """Ends an open request of any client; its stream raises Cancelled. False: no request of that id is open."""
+        return bool(self._call(self._stub.Abort, abort_request(request_id)).aborted)
 
     def close(self) -> None:
         """Cancels what is open and closes the connection."""
@@ -121,11 +153,15 @@ class Stream(Iterator[Chunk]):
         except grpc.RpcError as error:
             raise to_error(self._call) from error
         chunk = to_chunk(message)
-        self._ended = chunk.finish_reason is not None
+        self._ended = chunk.usage is not None
         return chunk
 
     def read(self) -> Completion:
         """Waits for the end and joins all chunks not yet iterated."""
+        return single(self.read_all())
+
+    def read_all(self) -> list[Completion]:
+        """As `read`, for `n` answers."""
         with self:
             return join(list(self))
 
@@ -165,11 +201,23 @@ class AsyncClient:
         self, prompt: str | None = None, *, prompt_token_ids: Iterable[int] | None = None, **options: Unpack[GenerateOptions]
     ) -> Completion:
         """As `generate`, but waits for the whole answer."""
+        require_single(options)
         return await self.generate(prompt, prompt_token_ids=prompt_token_ids, **options).read()
+
+    async def generate_texts(
+        self, prompt: str | None = None, *, prompt_token_ids: Iterable[int] | None = None, **options: Unpack[GenerateOptions]
+    ) -> list[Completion]:
+        """As `generate`, but waits for all `n` answers."""
+        return await self.generate(prompt, prompt_token_ids=prompt_token_ids, **options).read_all()
 
     async def chat_text(self, messages: Iterable[Mapping[str, str]], **options: Unpack[GenerateOptions]) -> Completion:
         """As `chat`, but waits for the whole answer."""
+        require_single(options)
         return await self.chat(messages, **options).read()
+
+    async def chat_texts(self, messages: Iterable[Mapping[str, str]], **options: Unpack[GenerateOptions]) -> list[Completion]:
+        """As `chat`, but waits for all `n` answers."""
+        return await self.chat(messages, **options).read_all()
 
     async def tokenize(self, text: str | None = None, *, messages: Iterable[Mapping[str, str]] | None = None) -> list[int]:
         """The token ids that the server would use for this prompt."""
@@ -178,6 +226,18 @@ class AsyncClient:
     async def model_info(self) -> ModelInfo:
         """What is served."""
         return to_model_info(await self._call(self._stub.GetModelInfo, pb.GetModelInfoRequest()))
+
+    async def server_info(self) -> ServerInfo:
+        """What runs there, and whether it takes requests."""
+        return to_server_info(await self._call(self._stub.GetServerInfo, pb.GetServerInfoRequest()))
+
+    async def loads(self) -> Loads:
+        """How busy every engine is, as of its last report."""
+        return to_loads(await self._call(self._stub.GetLoads, pb.GetLoadsRequest()))
+
+    async def abort(self, request_id: str) -> bool:
+        """Ends an open request of any client; its stream raises Cancelled. False: no request of that id is open."""
+        return bool((await self._call(self._stub.Abort, abort_request(request_id))).aborted)
 
     async def close(self) -> None:
         """Cancels what is open and closes the connection."""
@@ -221,11 +281,15 @@ class AsyncStream(AsyncIterator[Chunk]):
                 raise incomplete()
             raise StopAsyncIteration
         chunk = to_chunk(message)
-        self._ended = chunk.finish_reason is not None
+        self._ended = chunk.usage is not None
         return chunk
 
     async def read(self) -> Completion:
         """Waits for the end and joins all chunks not yet iterated."""
+        return single(await self.read_all())
+
+    async def read_all(self) -> list[Completion]:
+        """As `read`, for `n` answers."""
         async with self:
             return join([chunk async for chunk in self])
 

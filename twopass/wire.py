@@ -34,7 +34,11 @@ class GenerateOptions(TypedDict, total=False):
     frequency_penalty: float
     repetition_penalty: float
     logprobs: int
+    """How many of the likeliest tokens are reported beside each chosen one; 0 is allowed."""
     n: int
+    """Answers to the same prompt; `Chunk.index` tells them apart."""
+    logit_bias: Mapping[int, float]
+    include_stop_str_in_output: bool
     priority: int
     """Lower is served first."""
     cache_salt: str
@@ -54,12 +58,20 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds on the server, from the arrival of the call; `stages` add up to `total_s`."""
+    """Seconds on the server, from the arrival of the call; `stages` add up to `total_s`. Of several answers: of the last to end."""
 
     ttft_s: float
     total_s: float
     stages: Mapping[str, float]
     attempts: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural logarithms of the model's own probabilities, before penalties, temperature and filters. `top`: likeliest first."""
+
+    logprob: float
+    top: dict[int, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +81,22 @@ class Chunk:
     text: str
     token_ids: list[int]
     prompt_tokens: int | None = None
-    """First chunk only, like `request_id`."""
+    """First chunk of the call only, like `request_id`."""
     request_id: str | None = None
     finish_reason: FinishReason | None = None
-    """Last chunk only, like `usage` and `timing`."""
+    """Last chunk of each answer only."""
     usage: Usage | None = None
+    """Of all answers; last chunk of the call only, like `timing`."""
     timing: Timing | None = None
+    index: int = 0
+    """Which of the `n` answers."""
+    logprobs: list[TokenLogprobs] | None = None
+    """One for each of `token_ids`; None unless the request asked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole answer."""
+    """A whole answer. `usage` and `timing` are the call's: the same for all of its answers."""
 
     request_id: str
     text: str
@@ -87,6 +104,8 @@ class Completion:
     finish_reason: FinishReason
     usage: Usage
     timing: Timing
+    index: int = 0
+    logprobs: list[TokenLogprobs] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +114,52 @@ class ModelInfo:
     max_model_len: int
     vocab_size: int
     has_chat_template: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """`ready` False: not yet, or draining."""
+
+    version: str
+    model: str
+    max_model_len: int
+    ready: bool
+    uptime_s: float
+    max_message_bytes: int
+    max_queue: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLoad:
+    """One engine. From `num_waiting` on as of its last report, `age_s` seconds ago; None before the first."""
+
+    replica_id: str
+    epoch: int
+    role: str
+    state: str
+    in_flight: int
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    age_s: float
+    num_waiting: int | None
+    num_running: int | None
+    num_free_blocks: int | None
+    num_leases: int | None
+    num_pulls: int | None
+    transport: str
+    counters: Mapping[str, float]
+    last_trays: list[dict[str, int]]
+    """What the latest steps computed, oldest first: tokens by request id."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """`num_open`: answers accepted and not ended; `num_queued`: those among them that wait for an engine."""
+
+    num_open: int
+    num_queued: int
+    replicas: list[ReplicaLoad]
 
 
 def generate_request(
@@ -125,6 +190,10 @@ def tokenize_request(text: str | None, messages: Iterable[Mapping[str, str]] | N
     return _build(pb.TokenizeRequest, {"text": text} if messages is None else {"chat": _build(pb.Chat, {"messages": messages})})
 
 
+def abort_request(request_id: str) -> pb.AbortRequest:
+    return _build(pb.AbortRequest, {"request_id": request_id})
+
+
 def _build(kind: type[M], fields: Mapping[str, Any]) -> M:
     """Field by field, so that a wrong type, an unknown name or a number out of range is refused by name."""
     message = kind()
@@ -137,42 +206,111 @@ def _build(kind: type[M], fields: Mapping[str, Any]) -> M:
 
 
 def to_chunk(message: pb.GenerateResponse) -> Chunk:
-    chunk_ids = list(message.token_ids)
-    prompt_tokens = message.prompt_tokens if message.HasField("prompt_tokens") else None
-    request_id = message.request_id if message.HasField("request_id") else None
-    if not message.HasField("finish_reason"):
-        return Chunk(message.text, chunk_ids, prompt_tokens, request_id)
-    finish_reason = _FINISH_REASONS.get(message.finish_reason)
-    if finish_reason is None:
-        raise ServerError(f"finish_reason {message.finish_reason} is not known to this client", status="OK")
+    finish_reason = None
+    if message.HasField("finish_reason"):
+        finish_reason = _FINISH_REASONS.get(message.finish_reason)
+        if finish_reason is None:
+            raise ServerError(f"finish_reason {message.finish_reason} is not known to this client", status="OK")
     usage, timing = message.usage, message.timing
     return Chunk(
         text=message.text,
-        token_ids=chunk_ids,
-        prompt_tokens=prompt_tokens,
-        request_id=request_id,
+        token_ids=list(message.token_ids),
+        prompt_tokens=message.prompt_tokens if message.HasField("prompt_tokens") else None,
+        request_id=message.request_id if message.HasField("request_id") else None,
         finish_reason=finish_reason,
-        usage=Usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens),
-        timing=Timing(timing.ttft_s, timing.total_s, dict(timing.stages), timing.attempts),
+        usage=Usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) if message.HasField("usage") else None,
+        timing=Timing(timing.ttft_s, timing.total_s, dict(timing.stages), timing.attempts) if message.HasField("timing") else None,
+        index=message.index,
+        logprobs=[_to_logprobs(values) for values in message.logprobs] or None,
     )
 
 
-def join(chunks: list[Chunk]) -> Completion:
-    last = chunks[-1] if chunks else None
-    if last is None or last.finish_reason is None or last.usage is None or last.timing is None:
+def _to_logprobs(message: pb.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(message.logprob, dict(zip(message.top_token_ids, message.top_logprobs, strict=True)))
+
+
+def join(chunks: list[Chunk]) -> list[Completion]:
+    """The answers that all chunks of a call are of, by index. Raises ServerError if something is missing."""
+    usage, timing = (chunks[-1].usage, chunks[-1].timing) if chunks else (None, None)
+    if usage is None or timing is None:
+        raise incomplete()
+    answers: dict[int, list[Chunk]] = {}
+    for chunk in chunks:
+        answers.setdefault(chunk.index, []).append(chunk)
+    return [_join_answer(answers[index], chunks[0].request_id or "", usage, timing) for index in sorted(answers)]
+
+
+def _join_answer(chunks: list[Chunk], request_id: str, usage: Usage, timing: Timing) -> Completion:
+    finish_reason = chunks[-1].finish_reason
+    if finish_reason is None:
         raise incomplete()
     return Completion(
-        request_id=chunks[0].request_id or "",
+        request_id=request_id,
         text="".join(chunk.text for chunk in chunks),
         token_ids=[token_id for chunk in chunks for token_id in chunk.token_ids],
-        finish_reason=last.finish_reason,
-        usage=last.usage,
-        timing=last.timing,
+        finish_reason=finish_reason,
+        usage=usage,
+        timing=timing,
+        index=chunks[-1].index,
+        logprobs=[values for chunk in chunks for values in chunk.logprobs or ()] or None,
     )
+
+
+def single(completions: list[Completion]) -> Completion:
+    """The answer, if only one was asked for."""
+    if len(completions) != 1:
+        raise InvalidRequest(f"n: {len(completions)} is not allowed here: use read_all", field="n")
+    return completions[0]
+
+
+def require_single(options: GenerateOptions) -> None:
+    if options.get("n", 1) != 1:
+        raise InvalidRequest(f"n: {options['n']} is not allowed here: use generate_texts or chat_texts", field="n")
 
 
 def to_model_info(message: pb.GetModelInfoResponse) -> ModelInfo:
     return ModelInfo(message.model, message.max_model_len, message.vocab_size, message.has_chat_template)
+
+
+def to_server_info(message: pb.GetServerInfoResponse) -> ServerInfo:
+    return ServerInfo(
+        version=message.version,
+        model=message.model,
+        max_model_len=message.max_model_len,
+        ready=message.ready,
+        uptime_s=message.uptime_s,
+        max_message_bytes=message.max_message_bytes,
+        max_queue=message.max_queue,
+    )
+
+
+def to_loads(message: pb.GetLoadsResponse) -> Loads:
+    return Loads(message.num_open, message.num_queued, [_to_replica_load(load) for load in message.replicas])
+
+
+def _to_replica_load(message: pb.ReplicaLoad) -> ReplicaLoad:
+    def reported(name: str) -> int | None:
+        return getattr(message, name) if message.HasField(name) else None
+
+    return ReplicaLoad(
+        replica_id=message.replica_id,
+        epoch=message.epoch,
+        role=message.role,
+        state=message.state,
+        in_flight=message.in_flight,
+        num_blocks=message.num_blocks,
+        block_size=message.block_size,
+        max_num_seqs=message.max_num_seqs,
+        age_s=message.age_s,
+        num_waiting=reported("num_waiting"),
+        num_running=reported("num_running"),
+        num_free_blocks=reported("num_free_blocks"),
+        num_leases=reported("num_leases"),
+        num_pulls=reported("num_pulls"),
+        transport=message.transport,
+        counters=dict(message.counters),
+        last_trays=[dict(tray.num_tokens) for tray in message.last_trays],
+    )
 
 
 def incomplete() -> ServerError:

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 pytest.importorskip("numba")
-pytestmark = pytest.mark.filterwarnings("ignore::numba.NumbaPerformanceWarning")  # a kernel of one row has nothing to do in parallel
 
 from engine.runners.cpu_simd import make_widen_row
 from engine.runners.kernel_cache import compiled, one_compiles
+
+pytestmark = pytest.mark.filterwarnings("ignore::numba.NumbaPerformanceWarning")  # a kernel of one row has nothing to do in parallel
 
 
 def make_widen(num: int, bf16: bool, key: str) -> Any:

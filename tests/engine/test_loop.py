@@ -13,7 +13,7 @@ from engine.runner import Batch, Runner, StepOutput
 from engine.runners.arithmetic import ArithmeticRunner, expected_tokens
 from protocol.clock import VirtualClock
 from protocol.delivery import Outgoing
-from protocol.errors import ProtocolError, PullFailed
+from protocol.errors import EngineStalled, ProtocolError, PullFailed
 from protocol.messages import (
     AbortRequest,
     Address,
@@ -266,6 +266,24 @@ def test_an_unexpected_error_of_the_service_ends_the_loop_visibly() -> None:
         loop.deliver(Outgoing(ROUTER).envelope(HERE, request(99, [1], 1)))
         assert isinstance(failures.get(timeout=TIMEOUT_S), IndexError)
     assert isinstance(loop.failure, IndexError)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_step_that_does_not_end_ends_the_loop() -> None:
+    failures: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+    service, runner, clock = FakeService(), GatedRunner(), VirtualClock()
+    with running(service, runner, clock=clock, on_failure=failures.put) as (loop, _):
+        loop.deliver(Outgoing(ROUTER).envelope(HERE, request(0, [1], 1)))
+        assert runner.begun.acquire(timeout=TIMEOUT_S)
+        clock.advance_to(120.0)
+        loop.wake()
+        for _ in range(2):
+            assert service.ticked.acquire(timeout=TIMEOUT_S)
+        assert loop.failure is None
+        clock.advance_to(121.0)
+        assert isinstance(failures.get(timeout=TIMEOUT_S), EngineStalled)
+        assert isinstance(loop.failure, EngineStalled)
+        runner.allowed.release()
 
 
 class PickyService(FakeService):

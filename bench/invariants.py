@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine.runners.arithmetic import expected_tokens
+from engine.runners.arithmetic import expected_logprobs, expected_tokens
 from prefill_pool.service import PrefillService
 from protocol.block_hash import chain_hashes, root_hash
 
@@ -37,10 +37,11 @@ class Invariants:
         """After one event."""
         self._check_leases()
         self._check_pulls()
+        self._check_swaps()
         self._check_in_flight()
         for replica in self._simulation.replicas.values():
             self._check_timers(replica)
-            if replica.executing is None:
+            if not replica.executing:
                 self._check_visible(replica)
         self._check_answers()
 
@@ -90,6 +91,28 @@ class Invariants:
             if replica is not None and not replica.scheduler.blocks.all_owned(pull.destination_blocks):
                 self._fail(f"I1: a pull writes into free blocks of {replica.address.replica_id}")
 
+    def _check_swaps(self) -> None:
+        """Host blocks: each free or of one sequence, holding that one's KV once it is copied. I1: what a copy is to read or write is safe."""
+        for replica in self._simulation.replicas.values():
+            scheduler, name, host = replica.scheduler, replica.address.replica_id, replica.runner.copies.host
+            swapped = scheduler.swapped
+            owned = [block for _, blocks in swapped for block in blocks]
+            if len(set(owned)) != len(owned) or len(owned) + scheduler.num_free_host_blocks != len(host):
+                self._fail(f"I2: {name}: {len(owned)} host blocks owned, {scheduler.num_free_host_blocks} free of {len(host)}")
+            batches = [batch for batch, _ in replica.executing]
+            coming = {block for batch in batches if batch.swap_out is not None for block in batch.swap_out[:, 1].tolist()}
+            for tokens, blocks in swapped:
+                kv = (tokens.astype(np.int64) + 1) * np.arange(1, len(tokens) + 1)
+                if coming.isdisjoint(blocks) and (host[blocks].reshape(-1)[: len(kv)] != kv).any():
+                    self._fail(f"I7: {name}: host blocks {blocks} hold other KV than their sequence's")
+            for batch in batches:
+                if batch.swap_out is not None:
+                    pulls = [pull for pull in self._simulation.network.pulls if pull.destination.base is replica.cache]
+                    if {block for pull in pulls for block in pull.destination_blocks} & set(batch.swap_out[:, 0].tolist()):
+                        self._fail(f"I1: a pull of {name} writes into blocks that are still to be copied to the host")
+                if batch.swap_in is not None and scheduler.blocks.num_free_among(batch.swap_in[:, 1].tolist()):
+                    self._fail(f"I1: {name} copies from the host into free blocks")
+
     def _check_in_flight(self) -> None:
         """I5: the router's counters are what its open requests say."""
         router = self._simulation.router
@@ -125,6 +148,9 @@ class Invariants:
             if len(client.received) != seen:
                 if client.received != client.expected[: len(client.received)]:
                     self._fail(f"I3/I7/I13: {name} received {client.received}, expected {client.expected}")
+                asked = client.request.sampling.logprobs is not None
+                if client.logprobs != [expected_logprobs(token, 1) for token in client.received if asked]:
+                    self._fail(f"I13: {name} received {client.received} with the logprobs {client.logprobs}")
                 self._num_seen[name] = len(client.received)
 
     def _check_no_timer_fired(self) -> None:
@@ -139,7 +165,7 @@ class Invariants:
         contents: dict[bytes, np.ndarray] = {}
         for client in self._simulation.clients.values():
             prompt = client.request.prompt_token_ids
-            answer = expected_tokens(prompt.tolist(), client.request.max_tokens or 0)
+            answer = expected_tokens(prompt.tolist(), client.request.max_tokens or 0, seed=client.request.sampling.seed or 0)
             tokens = np.concatenate([prompt, np.array(answer, np.int32)])
             kv = (tokens.astype(np.int64) + 1) * np.arange(1, len(tokens) + 1)
             from bench.simulator import LAYOUT

@@ -13,6 +13,7 @@ import itertools
 import random
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,7 +33,7 @@ from prefill_pool.service import PrefillService
 from protocol.clock import VirtualClock
 from protocol.delivery import Incoming, Outgoing
 from protocol.errors import ProtocolError, RequestError, RequestFailed
-from protocol.messages import ROUTER_ID, Address, Envelope, Hello, Message, SamplingParams
+from protocol.messages import ROUTER_ID, Address, Envelope, Hello, Message, RequestKey, SamplingParams, TokenLogprobs
 from protocol.router_link import LinkConfig
 from router.admission import ClientRequest
 from router.config import RouterConfig
@@ -91,6 +92,7 @@ class Client:
     expected: list[int]
     cancel_at: float | None
     received: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     ended: Ended | None = None
     refused: RequestError | None = None
     lost: bool = False
@@ -113,9 +115,24 @@ class Replica:
     outgoing: Outgoing
     cache: np.ndarray
     words: np.ndarray | None
-    executing: Batch | None = None
+    executing: deque[tuple[Batch, float]] = field(default_factory=deque)
+    """(batch, seconds it takes) scheduled and not committed, the one that runs first."""
     alive: bool = True
     draining: bool = False
+
+
+class HalfRight:
+    """Drafts for answers that never repeat themselves: the right next tokens, each replaced by a wrong one with probability 1/2."""
+
+    def __init__(self, simulation: "Simulation") -> None:
+        self._clients = simulation.clients
+        self._random = random.Random(f"guesses {simulation.seed}")
+
+    def propose(self, key: RequestKey, token_ids: np.ndarray, max_num_drafts: int) -> list[int]:
+        request = self._clients[key.request_id].request
+        num_prompt, seed = len(request.prompt_token_ids), request.sampling.seed or 0
+        answer = expected_tokens(token_ids[:num_prompt], len(token_ids) - num_prompt + max_num_drafts, seed=seed)
+        return [token + (self._random.random() < 0.5) for token in answer[len(token_ids) - num_prompt :]]
 
 
 class Simulation:
@@ -129,6 +146,7 @@ class Simulation:
         num_decode: int = 1,
         num_requests: int = 20,
         faults: Faults = ALL_FAULTS,
+        tight: bool | None = None,
         checked: bool = True,
         logged: bool = False,
     ) -> None:
@@ -148,6 +166,11 @@ class Simulation:
         self._cut: dict[tuple[Address, Address], int] = {}
         """By (dead sender, receiver): the first of its messages that does not arrive."""
         self.engine_config = self._draw_config()
+        self._tight = random.Random(f"tight {seed}").random() < 0.4 if tight is None else tight
+        """Answers are long, and a decode engine holds the longest and little more: preemption is the rule."""
+        self.decode_config = self._draw_decode_config()
+        self._copy_block_s = random.Random(f"copies {seed}").choice([0.0001, 0.01])
+        """Between cache and host memory, one way."""
         self._prefill_room = self.random.choice([1, 2])
         """Blocks of a prefill engine, in decode engines: with more, leases pile up in front of a full decode engine."""
         self._token_s = self.random.choice([0.0005, 0.0005, 0.04])
@@ -181,7 +204,19 @@ class Simulation:
             num_blocks=pick([26, 32, 60]),
             enable_prefix_caching=pick([True, True, False]),
             long_prefill_token_threshold=pick([0, 0, 5]),
+            async_scheduling=random.Random(f"depth {self.seed}").random() < 0.4,
         )
+
+    def _draw_decode_config(self) -> EngineConfig:
+        """Another stream than the run's own."""
+        pick = random.Random(f"preemption {self.seed}").choice
+        config = replace(
+            self.engine_config,
+            preemption=pick(["recompute", "swap", "swap", "remote", "auto", "auto"]),
+            num_host_blocks=pick([8, 30, 60]),
+            num_speculative_tokens=0 if self.engine_config.async_scheduling else random.Random(f"drafts {self.seed}").choice([0, 2, 5]),
+        )
+        return replace(config, num_blocks=pick([16, 18, 22]), max_num_seqs=pick([4, 16])) if self._tight else config
 
     def _draw_clients(self, count: int) -> list[Client]:
         """Prompts share prefixes of a few families, so that caches hit in both pools."""
@@ -189,16 +224,17 @@ class Simulation:
         families = [[draw.randrange(32000) for _ in range(48)] for _ in range(3)]
         clients = []
         for index in range(count):
-            shared = draw.choice(families)[: draw.choice([0, 4, 8, 16, 30])]
-            prompt = shared + [draw.randrange(32000) for _ in range(draw.choice([1, 3, 4, 9, 20]))]
-            num_tokens = draw.choice([1, 2, 5, 12, 24])
-            answer = expected_tokens(prompt, num_tokens)
+            shared = draw.choice(families)[: draw.choice([0, 4, 8] if self._tight else [0, 4, 8, 16, 30])]
+            prompt = shared + [draw.randrange(32000) for _ in range(draw.choice([1, 3, 4, 9] if self._tight else [1, 3, 4, 9, 20]))]
+            num_tokens = draw.choice([12, 24, 36] if self._tight else [1, 2, 5, 12, 24])
+            sampling = SamplingParams(temperature=1.0, seed=index, logprobs=1) if index % 2 else SamplingParams()
+            answer = expected_tokens(prompt, num_tokens, seed=sampling.seed or 0)
             stop: tuple[int, ...] = (draw.choice(answer),) if draw.random() < 0.2 else ()
             request = ClientRequest(
                 request_id=f"r{index}",
                 prompt_token_ids=np.array(prompt, np.int32),
                 max_tokens=num_tokens,
-                sampling=SamplingParams(stop_token_ids=stop),
+                sampling=replace(sampling, stop_token_ids=stop),
                 deadline_s=draw.uniform(0.02, 1.0) if draw.random() < self.faults.deadline else None,
                 cache_salt=draw.choice(["", "", "tenant"]),
             )
@@ -244,7 +280,7 @@ class Simulation:
         return all(client.closed for client in self.clients.values())
 
     def _quiet(self) -> bool:
-        return all(r.service.idle and r.executing is None for r in self.replicas.values()) and not self.network.pulls
+        return all(r.service.idle and not r.executing for r in self.replicas.values()) and not self.network.pulls
 
     def _what_is_left(self) -> str:
         left = [c.request.request_id for c in self.clients.values() if not c.closed]
@@ -321,6 +357,7 @@ class Simulation:
                 raise Violation(self, f"I13: {event} after the terminal event of {event.request_id}")
             if isinstance(event, Tokens):
                 client.received.extend(event.token_ids.tolist())
+                client.logprobs.extend(event.logprobs)
             else:
                 client.ended = event
                 self.note(f"ended {event.request_id}: {event.finish_reason or event.error}")
@@ -370,9 +407,10 @@ class Simulation:
 
     def _start_replica(self, name: str) -> None:
         address = Address(name, next(self._epochs))
-        config = self.engine_config
+        config = self.decode_config
         is_prefill = name.startswith("prefill")
         if is_prefill:
+            config = self.engine_config
             config = replace(config, prompt_reservation="hold", num_blocks=self._prefill_room * config.num_blocks)
         cache = np.zeros((config.num_blocks, config.block_size), np.int64)
         blocks = cache.view(np.uint8)
@@ -390,8 +428,10 @@ class Simulation:
         scheduler = Scheduler(
             config,
             num_blocks=config.num_blocks,
+            num_host_blocks=config.num_host_blocks,
             fingerprint=LAYOUT,
             eos_token_ids=(),
+            proposer=None if is_prefill else HalfRight(self),
         )
         service: PrefillService | DecodeService
         if words is not None:
@@ -417,9 +457,8 @@ class Simulation:
                 block_bytes=32,
                 clock=self.clock,
             )
-        replica = Replica(
-            address, service, scheduler, ArithmeticRunner(cache), Incoming(address, self.clock), Outgoing(address), cache, words
-        )
+        runner = ArithmeticRunner(cache, num_host_blocks=config.num_host_blocks)
+        replica = Replica(address, service, scheduler, runner, Incoming(address, self.clock), Outgoing(address), cache, words)
         self.replicas[name] = replica
         self.note(f"start {name} epoch {address.epoch}")
         if self.router_alive:
@@ -459,29 +498,33 @@ class Simulation:
             self.note(f"{replica.address.replica_id}: timer {name[0]} of {name[1].request_id} fires early")
             service.timers.set(name, self.clock.now)
         service.tick()
-        if replica.executing is None:
-            batch = service.schedule()
-            if batch is not None:
-                replica.executing = batch
-                self.note(f"{replica.address.replica_id}: step {batch.tray()}")
-                seconds = 0.002 + self._token_s * batch.num_tokens * self.random.random()
-                if self._chance(self.faults.stall):
-                    seconds += self.random.uniform(1.0, 15.0)
+        depth = 2 if replica.scheduler.config.async_scheduling else 1
+        while len(replica.executing) < depth and (batch := service.schedule()) is not None:
+            self.note(f"{replica.address.replica_id}: step {batch.tray()}")
+            seconds = 0.002 + self._token_s * batch.num_tokens * self.random.random()
+            if self._chance(self.faults.stall):
+                seconds += self.random.uniform(1.0, 15.0)
+            seconds += self._copy_block_s * _num_copies(batch)
+            replica.executing.append((batch, seconds))
+            if len(replica.executing) == 1:
                 self._at(seconds, partial(self._step_end, replica))
         self._send_all(replica.outgoing, service.outbox)
         self._move_new_pulls()
 
     def _step_end(self, replica: Replica) -> None:
         """Executed as late as the scheduler must bear: the writes land at the end of the step."""
-        batch = replica.executing
-        if not replica.alive or batch is None:
+        if not replica.alive:
             return
-        replica.executing = None
+        batch, seconds = replica.executing.popleft()
+        if replica.executing:
+            self._at(replica.executing[0][1], partial(self._step_end, replica))
         if self._chance(self.faults.step_failure):
             self.note(f"{replica.address.replica_id}: step fails")
             replica.service.step_failed("simulated")
         else:
-            replica.service.commit(replica.runner.execute(batch))
+            output = replica.runner.execute(batch)
+            output.seconds, output.swap_seconds = seconds, self._copy_block_s * _num_copies(batch)
+            replica.service.commit(output)
         self._turn(replica)
 
     def _kill(self, replica: Replica) -> None:
@@ -533,6 +576,10 @@ class Simulation:
         for replica in list(self.replicas.values()):
             if isinstance(replica.service, DecodeService):
                 self._turn(replica)
+
+
+def _num_copies(batch: Batch) -> int:
+    return sum(len(pairs) for pairs in (batch.swap_out, batch.swap_in) if pairs is not None)
 
 
 def _text(envelope: Envelope) -> str:

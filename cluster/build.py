@@ -22,13 +22,13 @@ from decode_pool.service import DecodeService
 from engine.loop import EngineLoop, Service
 from engine.models.checkpoint import check_model_dir
 from engine.models.config import eos_token_ids, kv_layout_fields
+from engine.proposer import NGramProposer
 from engine.runner import Runner
 from engine.runners import arithmetic
-from engine.scheduler import Scheduler
+from engine.scheduler import Proposer, Scheduler
 from kv_transfer.layout import KVLayout
 from kv_transfer.lease import LeaseTable
 from kv_transfer.segment import PREFIX, SharedSegment, remove_stale
-from kv_transfer.select import choose
 from kv_transfer.shared_memory import export
 from prefill_pool.service import PrefillService
 from protocol.errors import ConfigError
@@ -70,14 +70,20 @@ def serve_model(config: ClusterConfig) -> ServedModel:
             vocab_size=model.vocab_size,
         )
     del served.layout_fields["block_size"]
+    check_max_model_len(config, served.max_model_len)
     for name, pool in (("prefill", config.prefill), ("decode", config.decode)):
         if pool.replicas and pool.num_gpus:
             raise ConfigError(f"{name}.num_gpus: {pool.num_gpus}, but the {config.runner} runner computes on the CPU")
-        if pool.replicas and pool.engine.max_model_len > served.max_model_len:
-            raise ConfigError(f"{name}.max_model_len: {pool.engine.max_model_len} is more than the model's {served.max_model_len}")
         if pool.replicas and num_blocks(config, pool, served) < 2:
             raise ConfigError(f"{name}.kv_cache_bytes: too few for two blocks of {served.layout(pool).block_bytes} bytes")
     return served
+
+
+def check_max_model_len(config: ClusterConfig, limit: int) -> None:
+    """`limit`: the model's. Raises ConfigError."""
+    for name, pool in (("prefill", config.prefill), ("decode", config.decode)):
+        if pool.replicas and pool.engine.max_model_len > limit:
+            raise ConfigError(f"{name}.max_model_len: {pool.engine.max_model_len} is more than the model's {limit}")
 
 
 def num_blocks(config: ClusterConfig, pool: PoolConfig, served: ServedModel) -> int:
@@ -85,6 +91,11 @@ def num_blocks(config: ClusterConfig, pool: PoolConfig, served: ServedModel) -> 
     return (
         pool.engine.num_blocks or (pool.engine.kv_cache_bytes or DEFAULT_KV_CACHE_BYTES[config.runner]) // served.layout(pool).block_bytes
     )
+
+
+def num_host_blocks(pool: PoolConfig, served: ServedModel) -> int:
+    """KV blocks of host memory that one engine of the pool may swap into."""
+    return pool.engine.num_host_blocks or pool.engine.swap_space_bytes // served.layout(pool).block_bytes
 
 
 def build_prefill(config: ClusterConfig, address: Address, send: Send, prefix: str, resources: ExitStack) -> EngineLoop:
@@ -109,20 +120,23 @@ def build_prefill(config: ClusterConfig, address: Address, send: Send, prefix: s
         hello=_hello("prefill", pool, blocks, layout, export(segment)),
         clock=time.monotonic,
     )
-    return _loop(service, _runner(config, pool, segment.cache), pool, address, send)
+    return _loop(service, _runner(config, pool, segment.cache, 0), pool, address, send)
 
 
 def build_decode(config: ClusterConfig, address: Address, send: Send, prefix: str, resources: ExitStack) -> EngineLoop:
     """A decode engine; its cache is its own. Raises StartupError."""
+    from kv_transfer.select import choose  # compiles its copies: the supervisor, which imports this module too, moves nothing
+
     served, pool = serve_model(config), config.decode
     layout = served.layout(pool)
-    cache = np.zeros((num_blocks(config, pool, served), layout.block_bytes), np.uint8)
+    cache = np.empty((num_blocks(config, pool, served), layout.block_bytes), np.uint8)
+    cache.fill(0)  # touches every page now, so that no pull pays for it
     loops: list[EngineLoop] = []
     transport = choose(config.transfer, cache, lambda: loops[0].wake())
     resources.callback(transport.close)
     service = DecodeService(
         address=address,
-        scheduler=_scheduler(pool, len(cache), served, layout),
+        scheduler=_scheduler(pool, len(cache), served, layout, NGramProposer()),
         transport=transport,
         config=config.transfer,
         link=_link(config),
@@ -130,19 +144,31 @@ def build_decode(config: ClusterConfig, address: Address, send: Send, prefix: st
         block_bytes=layout.block_bytes,
         clock=time.monotonic,
     )
-    loops.append(_loop(service, _runner(config, pool, cache), pool, address, send))
+    loops.append(_loop(service, _runner(config, pool, cache, num_host_blocks(pool, served)), pool, address, send))
     return loops[0]
 
 
 def _loop(service: Service, runner: Runner, pool: PoolConfig, address: Address, send: Send) -> EngineLoop:
     return EngineLoop(
-        service, runner, address=address, clock=time.monotonic, send=send, stall_timeout_s=pool.engine.stall_timeout_s
+        service,
+        runner,
+        address=address,
+        clock=time.monotonic,
+        send=send,
+        asynchronous=pool.engine.async_scheduling,
+        stall_timeout_s=pool.engine.stall_timeout_s,
     )
 
 
-def _scheduler(pool: PoolConfig, blocks: int, served: ServedModel, layout: KVLayout) -> Scheduler:
+def _scheduler(pool: PoolConfig, blocks: int, served: ServedModel, layout: KVLayout, proposer: Proposer | None = None) -> Scheduler:
     return Scheduler(
-        pool.engine, num_blocks=blocks, fingerprint=layout.fingerprint(), eos_token_ids=served.eos_token_ids, clock=time.monotonic
+        pool.engine,
+        num_blocks=blocks,
+        num_host_blocks=num_host_blocks(pool, served),
+        fingerprint=layout.fingerprint(),
+        eos_token_ids=served.eos_token_ids,
+        proposer=proposer,
+        clock=time.monotonic,
     )
 
 
@@ -162,10 +188,10 @@ def _hello(role: Any, pool: PoolConfig, blocks: int, layout: KVLayout, endpoint:
     )
 
 
-def _runner(config: ClusterConfig, pool: PoolConfig, cache: npt.NDArray[np.uint8]) -> Runner:
+def _runner(config: ClusterConfig, pool: PoolConfig, cache: npt.NDArray[np.uint8], host_blocks: int) -> Runner:
     """Loads the model. `cache`: uint8 [num_blocks, block_bytes], used in place."""
     if config.model is None or config.runner == "arithmetic":
-        return arithmetic.ArithmeticRunner(arithmetic.cache_view(cache))
+        return arithmetic.ArithmeticRunner(arithmetic.cache_view(cache), num_host_blocks=host_blocks)
     import torch  # 1.5 s and 200 MB that an arithmetic engine does not need
 
     from engine.models.llama import load_model
@@ -173,4 +199,10 @@ def _runner(config: ClusterConfig, pool: PoolConfig, cache: npt.NDArray[np.uint8
 
     torch.set_num_threads(pool.num_threads)
     model = load_model(Path(config.model), config.dtype)
-    return TorchCPURunner(model, torch.from_numpy(cache.reshape(-1)), block_size=pool.engine.block_size, num_threads=pool.num_threads)
+    return TorchCPURunner(
+        model,
+        torch.from_numpy(cache.reshape(-1)),
+        block_size=pool.engine.block_size,
+        num_threads=pool.num_threads,
+        num_host_blocks=host_blocks,
+    )

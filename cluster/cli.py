@@ -1,8 +1,9 @@
-"""The server's commands: serve, demo, replay. Imports what is heavy only inside the command that needs it."""
+"""The server's commands: serve, plan, demo, replay. Imports what is heavy only inside the command that needs it."""
 
 import json
 import signal
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import wraps
 from pathlib import Path
 from types import FrameType
@@ -23,7 +24,7 @@ console = Console(stderr=True, highlight=False)
 
 def register(app: typer.Typer) -> None:
     """Adds the commands to `app`."""
-    for command in (serve, demo, replay):
+    for command in (serve, plan, demo, replay):
         app.command()(_reported(command))
 
 
@@ -59,11 +60,13 @@ class StopRequest:
             raise KeyboardInterrupt
 
 
+ConfigOption = Annotated[Path | None, typer.Option(help="YAML file; deploy/local.yaml is an example.")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides one key, as in decode.max_num_seqs=64.")]
+
+
 def serve(
-    config: Annotated[Path | None, typer.Option(help="YAML file; deploy/local.yaml is an example.")] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides one key, as in decode.max_num_seqs=64.")
-    ] = None,
+    config: ConfigOption = None,
+    set_: SetOption = None,
     drain_s: Annotated[float, typer.Option(help="Seconds that open requests get to end in after the first Ctrl-C or SIGTERM.")] = DRAIN_S,
 ) -> None:
     """Runs a deployment until Ctrl-C or SIGTERM, then drains it."""
@@ -86,6 +89,42 @@ def serve(
     except KeyboardInterrupt:
         console.print("stopped")
         raise typer.Exit(130) from None
+
+
+def plan(
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of a typical request.")] = 1024,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Of a typical answer.")] = 256,
+    running: Annotated[
+        int | None, typer.Option(min=1, help="Answers being written at once, over all engines; default: one for every seat.")
+    ] = None,
+    device_memory_gib: Annotated[float | None, typer.Option(min=0, help="Of one GPU; default: of the first GPU here.")] = None,
+    gb_per_s: Annotated[float | None, typer.Option("--gb-per-s", min=0, help="Bandwidth of KV transfer, 10^9 bytes a second.")] = None,
+    prefill_tokens_per_s: Annotated[float | None, typer.Option(min=0, help="Prompt tokens that one engine computes in a second.")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Prints JSON.")] = False,
+) -> None:
+    """Prints what a configuration means: blocks, sequences at once, steps per prompt, and which budget binds. Starts nothing."""
+    from cluster import plan as planning
+    from cluster.config import load
+    from cluster.plan_table import table
+
+    loaded = load(config, set_ or [])
+    needs_gpu = any(pool.num_gpus for pool in (loaded.prefill, loaded.decode) if pool.replicas)
+    device_memory_bytes = int(device_memory_gib * planning.GIB) if device_memory_gib else planning.gpu_memory_bytes() if needs_gpu else None
+    seats = loaded.decode.engine.max_num_seqs * loaded.decode.replicas
+    planned = planning.plan(
+        loaded,
+        planning.Load(prompt_tokens=prompt_tokens, output_tokens=output_tokens, num_running=running or seats),
+        device_memory_bytes=device_memory_bytes,
+        rates=planning.Rates(transfer_bytes_per_s=gb_per_s * 1e9 if gb_per_s else None, prefill_tokens_per_s=prefill_tokens_per_s),
+    )
+    if json_:
+        typer.echo(json.dumps(asdict(planned)))
+        return
+    Console(highlight=False).print(table(planned))
+    for warning in planned.warnings:
+        console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
 
 
 def demo(

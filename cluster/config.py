@@ -37,7 +37,7 @@ class PoolConfig:
     num_threads: int = 1
     """Threads one engine computes with."""
     num_gpus: int = 0
-    """GPUs of one engine. Ray gives them; one machine must have those of all engines together."""
+    """GPUs of one engine, 0 or 1. Ray gives them; one machine must have those of all engines together."""
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:
@@ -45,8 +45,8 @@ class PoolConfig:
             raise ConfigError(f"replicas: {self.replicas} is below 0")
         if self.num_threads < 1:
             raise ConfigError(f"num_threads: {self.num_threads} is below 1")
-        if self.num_gpus < 0:
-            raise ConfigError(f"num_gpus: {self.num_gpus} is below 0")
+        if self.num_gpus not in (0, 1):
+            raise ConfigError(f"num_gpus: {self.num_gpus} is not 0 or 1: there is no tensor parallelism, an engine computes on one GPU")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +106,10 @@ def from_tree(tree: Mapping[str, Any]) -> ClusterConfig:
         raise ConfigError(
             f"prefill.prompt_reservation: {held!r} is not allowed: a prompt that started in a prefill engine always finishes (hold)"
         )
+    if "preemption" in sections["prefill"]:
+        raise ConfigError("prefill.preemption: a prefill engine takes all blocks of a prompt at once and never preempts")
+    if sections["prefill"].get("num_speculative_tokens"):
+        raise ConfigError("prefill.num_speculative_tokens: a prefill engine writes one token of an answer and never drafts")
     return _checked(
         "",
         ClusterConfig,

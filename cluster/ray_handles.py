@@ -15,7 +15,7 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from protocol.errors import CapacityError, StartupError
@@ -154,7 +154,7 @@ class RayCluster:
 
     @classmethod
     def open(cls, namespace: str, *, num_cpus: int, num_gpus: int) -> "RayCluster":
-        """Joins the Ray of this job, or starts a private one with `num_cpus` (a declaration, not a limit) and, if any, this machine's GPUs."""
+        """Joins the Ray of this job, or starts a private one with `num_cpus` (declared, not a limit) and, if any, this machine's GPUs."""
         on_sigterm = signal.getsignal(signal.SIGTERM)
         folder = None
         try:
@@ -206,9 +206,7 @@ class RayCluster:
         return Actor(address, ray.remote(kind).options(**options).remote(*args))
 
     def close(self) -> None:
-        """Ends a private Ray and removes its folder; leaves a given one, but for what this process has in it."""
-        if self._group is not None:
-            remove_placement_group(self._group)
+        """Ends a private Ray and removes its folder; leaves a given one."""
         ray.shutdown()
         if self.folder is not None:
             self.folder.remove()

@@ -4,20 +4,21 @@
 2. The router starts first, so that engines have someone to greet, and takes its port.
 3. Engines start side by side. A new one is made known to the router, which speaks first; the engine answers with `Hello`.
 4. `watch` looks at every process. A dead engine is reported to the router, its memory removed, and it comes back under a higher epoch.
+   A dead router comes back on the same port, under a higher epoch too, and is told of every live engine; the requests it had are lost.
 5. `drain` lets open requests end; `stop` ends all processes and leaves no process, shared memory, folder or port behind.
 """
 
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from cluster import build
-from cluster.config import ClusterConfig
-from cluster.ray_handles import Actor, ActorDied, Mailbox, RayCluster, ready, result
+from cluster.config import ClusterConfig, PoolConfig
+from cluster.ray_handles import Actor, ActorDied, Bundle, Mailbox, RayCluster, ready, result
 from decode_pool.actor import DecodeActor
 from kv_transfer.segment import PREFIX, remove_stale
 from prefill_pool.actor import PrefillActor
@@ -32,28 +33,44 @@ GREETING_TIMEOUT_S = 30.0
 """Longest wait until the router has every engine's `Hello`: it takes one message each way."""
 STOP_TIMEOUT_S = 5.0
 """Longest wait for a process to give its memory back before it is killed."""
+ANSWER_TIMEOUT_S = 60.0
+"""A process that leaves a question unanswered for longer counts as dead."""
 STABLE_S = 60.0
-"""An engine that lived this long starts again at once; others wait longer each time, up to `MAX_DELAY_S`."""
+"""What lived this long starts again at once; others wait longer each time, up to `MAX_DELAY_S`."""
 MAX_DELAY_S = 30.0
 
 Progress = Callable[[str], None]
+Role = Literal["router", "prefill", "decode"]
 
 
 @dataclass(slots=True)
-class Replica:
-    """A place in a pool and the process that fills it now."""
+class Place:
+    """The router, or one engine of a pool: what is always there again, and the process that fills it now."""
 
     replica_id: str
-    role: Literal["prefill", "decode"]
-    bundle: int
+    role: Role
+    bundle: int | None
+    """Index of the engine's part of the machine; None: beside the supervisor."""
     actor: Actor | None = None
     state: Literal["starting", "up", "down"] = "down"
     pending: Any = None
     """Reference of `start` in "starting", of the last `failure` in "up"."""
+    asked_at: float = 0.0
+    """Of `pending`."""
     since: float = 0.0
     """When the state began; in "down": when to start again."""
     num_deaths: int = 0
     """In a row, without `STABLE_S` in between."""
+
+    @property
+    def live(self) -> Actor:
+        """The process that fills it. Raises StartupError while there is none."""
+        if self.actor is None:
+            raise StartupError(f"{self.replica_id} is down")
+        return self.actor
+
+    def ask(self, method: str, now: float) -> None:
+        self.pending, self.asked_at = self.live.start(method), now
 
 
 @dataclass(slots=True)
@@ -70,8 +87,10 @@ class Deployment:
     """Where Prometheus scrapes."""
     _epoch: int = 0
     _ray: RayCluster | None = None
-    _router: Actor | None = None
-    _replicas: list[Replica] = field(default_factory=list)
+    _router: Place = field(default_factory=lambda: Place(ROUTER_ID, "router", None))
+    _engines: list[Place] = field(default_factory=list)
+    _vocab_size: int = 0
+    _draining: bool = False
 
     def __enter__(self) -> Self:
         try:
@@ -84,160 +103,178 @@ class Deployment:
     def __exit__(self, *exc_info: object) -> None:
         self.stop()
 
-    @property
-    def router(self) -> Actor:
-        assert self._router is not None, "the deployment has not started"
-        return self._router
-
     def actor(self, replica_id: str) -> Actor:
-        """The process that fills a place now. Raises KeyError for an unknown place."""
-        actor = {replica.replica_id: replica.actor for replica in self._replicas}[replica_id]
-        if actor is None:
-            raise StartupError(f"{replica_id} is down")
-        return actor
+        """The process that fills a place now, `ROUTER_ID` included. Raises KeyError for an unknown place, StartupError for an empty one."""
+        return {place.replica_id: place for place in (self._router, *self._engines)}[replica_id].live
 
     def loads(self) -> list[ReplicaLoad]:
-        """What the router knows of every engine that has greeted it."""
-        loads: list[ReplicaLoad] = self.router.call("loads")
-        return loads
+        """What the router knows of every engine that has greeted it; a dead one knows of none."""
+        loads: list[ReplicaLoad] | None = self._ask_router("loads")
+        return loads or []
 
     def watch(self, timeout_s: float = 0.25) -> None:
-        """One look at every process, then waits `timeout_s`. Raises StartupError when the router is gone: nothing works without it."""
+        """One look at every process, then waits `timeout_s`."""
         now = time.monotonic()
-        try:
-            failure = self.router.call("failure")
-            lost: list[Address] = self.router.call("take_lost")
-            for replica in self._replicas:
-                if replica.actor is not None and replica.actor.address in lost:
-                    self._bury(replica, "its messages do not arrive", now)
-                else:
-                    self._watch(replica, now)
-        except ActorDied:
-            failure = "its process died"
-        if failure:
-            raise StartupError(f"the router is down, all requests are lost: {failure}")
+        if not (self._draining and self._router.state == "down"):
+            self._watch(self._router, now)
+        lost: list[Address] = self._ask_router("take_lost") or []
+        for engine in self._engines:
+            if engine.actor is not None and engine.actor.address in lost:
+                self._bury(engine, "its messages do not arrive", now)
+            else:
+                self._watch(engine, now)
         time.sleep(timeout_s)
 
     def drain(self, deadline_s: float) -> int:
-        """Takes nothing new and waits for open requests; returns how many were still open at the deadline."""
-        self.router.call("drain", deadline_s)
+        """Takes nothing new and waits for open requests; returns how many were lost: open at the deadline, or when the router died."""
+        self._draining = True
         drained_at = time.monotonic() + deadline_s
-        while (num_open := int(self.router.call("num_open"))) and time.monotonic() < drained_at:
-            self.watch()
+        num_open = 0
+        try:
+            self._router.live.call("drain", deadline_s)
+            while (num_open := int(self._router.live.call("num_open"))) and time.monotonic() < drained_at:
+                self.watch()
+        except (ActorDied, StartupError):
+            self.progress("the router is down")
         return num_open
 
     def stop(self) -> None:
         """Ends every process and removes what they leave. Open requests are lost."""
         if self._ray is None:
             return
-        actors = [replica.actor for replica in self._replicas if replica.actor and replica.state == "up"]
-        if self._router is not None:
-            actors.insert(0, self._router)
+        places = [place for place in (self._router, *self._engines) if place.actor is not None]
         try:
-            stopping = [actor.start("stop") for actor in actors]
+            stopping = [place.live.start("stop") for place in places if place.state == "up"]
             for reference in stopping:
                 ready(reference, STOP_TIMEOUT_S)
         finally:
-            for actor in [*actors, *(replica.actor for replica in self._replicas if replica.actor and replica.state == "starting")]:
-                actor.kill()
+            for place in places:
+                place.live.kill()
             self._ray.close()
             self._ray = None
             remove_stale(self.prefix)
 
     def _start(self) -> None:
         config = self.config
-        served = build.serve_model(config)
-        model_dir = Path(config.model) if config.model is not None else None
+        self._vocab_size = build.serve_model(config).vocab_size
         remove_stale()
-        pools = (("prefill", config.prefill), ("decode", config.decode))
-        self._replicas = [Replica(f"{role}-{i}", role, 0) for role, pool in pools for i in range(pool.replicas)]  # type: ignore[arg-type]
-        threads = [self._threads(replica) for replica in self._replicas]
+        self.port, self.metrics_port = config.router.grpc_port, config.router.metrics_port
+        roles: list[tuple[Role, int]] = [("prefill", config.prefill.replicas), ("decode", config.decode.replicas)]
+        names: list[tuple[str, Role]] = [(f"{role}-{i}", role) for role, replicas in roles for i in range(replicas)]
+        self._engines = [Place(name, role, bundle) for bundle, (name, role) in enumerate(names)]
+        bundles = [Bundle(pool.num_threads, pool.num_gpus) for pool in map(self._pool, self._engines)]
         self.progress("starting Ray")
-        self._ray = RayCluster.open(self._namespace, num_cpus=sum(threads))
-        self._ray.place(threads)
-        self.progress(f"starting the router, {', '.join(replica.replica_id for replica in self._replicas)}")
-        address = Address(ROUTER_ID, self._next_epoch())
-        self._router = self._ray.spawn(RouterActor, address, address, config.router, model_dir, served.vocab_size, Mailbox(self._namespace))
-        port = self._router.start("start")
-        for bundle, replica in enumerate(self._replicas):
-            replica.bundle = bundle
-            self._launch(replica)
-        self.port = result(port)
-        self.metrics_port = self._router.call("metrics_port")
-        for replica in self._replicas:
-            self._await_first_start(replica)
+        self._ray = RayCluster.open(
+            self._namespace, num_cpus=sum(bundle.num_cpus for bundle in bundles), num_gpus=sum(bundle.num_gpus for bundle in bundles)
+        )
+        self._ray.place(bundles)
+        self.progress(f"starting the router, {', '.join(engine.replica_id for engine in self._engines)}")
+        for place in (self._router, *self._engines):
+            self._launch(place)
+        for place in (self._router, *self._engines):
+            self._await_first_start(place)
         self._await_greetings()
 
-    def _await_first_start(self, replica: Replica) -> None:
-        if not ready(replica.pending, START_TIMEOUT_S):
-            raise CapacityError(f"{replica.replica_id} has not started within {START_TIMEOUT_S:g} s")
+    def _await_first_start(self, place: Place) -> None:
+        if not ready(place.pending, START_TIMEOUT_S):
+            raise CapacityError(f"{place.replica_id} has not started within {START_TIMEOUT_S:g} s")
         try:
-            result(replica.pending)
+            answer = result(place.pending)
         except ActorDied as error:
-            raise StartupError(f"{replica.replica_id} died while starting: {error}") from None
-        self._came_up(replica, time.monotonic())
+            raise StartupError(f"{place.replica_id} died while starting: {error}") from None
+        self._came_up(place, answer, time.monotonic())
 
     def _await_greetings(self) -> None:
         """Until the router can use every engine."""
         until = time.monotonic() + GREETING_TIMEOUT_S
-        expected = {replica.actor.address for replica in self._replicas if replica.actor is not None}
-        while missing := expected - {load.address for load in self.loads()}:
+        while missing := self._unheard():
             if time.monotonic() > until:
-                raise StartupError(f"the router has heard nothing from {', '.join(address.replica_id for address in sorted(missing))}")
+                raise StartupError(f"the router has heard nothing from {', '.join(missing)}")
             self.watch(0.02)
 
-    def _launch(self, replica: Replica) -> None:
+    def _unheard(self) -> list[str]:
+        heard = {load.address for load in self.loads()}
+        return [engine.replica_id for engine in self._engines if engine.actor is None or engine.actor.address not in heard]
+
+    def _launch(self, place: Place) -> None:
         assert self._ray is not None
-        address = Address(replica.replica_id, self._next_epoch())
-        kind, make = (PrefillActor, build.build_prefill) if replica.role == "prefill" else (DecodeActor, build.build_decode)
-        builder = partial(make, self.config, address, Mailbox(self._namespace), self.prefix)
-        replica.actor = self._ray.spawn(kind, address, builder, bundle=replica.bundle, num_cpus=self._threads(replica))
-        replica.state, replica.since = "starting", time.monotonic()
-        replica.pending = replica.actor.start("start")
+        config, now = self.config, time.monotonic()
+        address, mailbox = Address(place.replica_id, self._next_epoch()), Mailbox(self._namespace)
+        if place.role == "router":
+            router = replace(config.router, grpc_port=self.port, metrics_port=self.metrics_port)
+            model_dir = Path(config.model) if config.model is not None else None
+            place.actor = self._ray.spawn(RouterActor, address, address, router, model_dir, self._vocab_size, mailbox)
+        else:
+            kind, make = (PrefillActor, build.build_prefill) if place.role == "prefill" else (DecodeActor, build.build_decode)
+            place.actor = self._ray.spawn(kind, address, partial(make, config, address, mailbox, self.prefix), bundle=place.bundle)
+        place.state, place.since = "starting", now
+        place.ask("start", now)
 
-    def _came_up(self, replica: Replica, now: float) -> None:
-        assert replica.actor is not None
-        replica.state, replica.since = "up", now
-        replica.pending = replica.actor.start("failure")
-        self.router.call("replica_started", replica.actor.address)
-
-    def _watch(self, replica: Replica, now: float) -> None:
-        if replica.state == "down":
-            if now >= replica.since:
-                self._launch(replica)
+    def _came_up(self, place: Place, answer: Any, now: float) -> None:
+        """`answer`: of its `start`; a router's is the port."""
+        place.state, place.since = "up", now
+        place.ask("failure", now)
+        if place.role != "router":
+            self._ask_router("replica_started", place.live.address)
             return
-        if not ready(replica.pending, 0):
+        self.port = answer
+        self.metrics_port = self._ask_router("metrics_port") or self.metrics_port
+        for engine in self._engines:
+            if engine.state == "up":
+                self._ask_router("replica_started", engine.live.address)
+
+    def _watch(self, place: Place, now: float) -> None:
+        if place.state == "down":
+            if now >= place.since:
+                self._launch(place)
+            return
+        if not ready(place.pending, 0):
+            limit_s = START_TIMEOUT_S if place.state == "starting" else ANSWER_TIMEOUT_S
+            if now - place.asked_at > limit_s:
+                self._bury(place, f"it has not answered for {limit_s:g} s", now)
             return
         try:
-            failure = result(replica.pending)
+            answer = result(place.pending)
         except ActorDied:
-            failure = "its process died"
+            self._bury(place, "its process died", now)
         except StartupError as error:
-            failure = str(error)
-        assert replica.actor is not None
-        if failure:
-            self._bury(replica, failure, now)
-        elif replica.state == "starting":
-            self._came_up(replica, now)
-            self.progress(f"{replica.replica_id} is back")
+            self._bury(place, str(error), now)
         else:
-            replica.pending = replica.actor.start("failure")
+            if place.state == "starting":
+                self._came_up(place, answer, now)
+                self.progress(f"{place.replica_id} is back")
+            elif answer:
+                self._bury(place, answer, now)
+            else:
+                place.ask("failure", now)
 
-    def _bury(self, replica: Replica, failure: str, now: float) -> None:
-        assert replica.actor is not None
-        if replica.state == "up":
-            self.router.call("replica_down", replica.actor.address)
-            if now - replica.since > STABLE_S:
-                replica.num_deaths = 0
-        replica.actor.kill()
+    def _bury(self, place: Place, failure: str, now: float) -> None:
+        if place.state == "up" and place.role != "router":
+            self._ask_router("replica_down", place.live.address)
+        elif place.state == "starting" and place.role == "router":
+            # A port that the system chose may have gone to someone else: it may choose again.
+            self.port, self.metrics_port = self.config.router.grpc_port, self.config.router.metrics_port
+        if place.state == "up" and now - place.since > STABLE_S:
+            place.num_deaths = 0
+        place.live.kill()
         remove_stale(self.prefix)
-        delay_s = min(MAX_DELAY_S, 2.0**replica.num_deaths - 1)
-        self.progress(f"{replica.replica_id} is down: {failure}; a new one starts in {delay_s:g} s")
-        replica.num_deaths += 1
-        replica.state, replica.since, replica.actor = "down", now + delay_s, None
+        delay_s = min(MAX_DELAY_S, 2.0**place.num_deaths - 1)
+        self.progress(f"{place.replica_id} is down: {failure}; a new one starts in {delay_s:g} s")
+        place.num_deaths += 1
+        place.state, place.since, place.actor = "down", now + delay_s, None
 
-    def _threads(self, replica: Replica) -> int:
-        return (self.config.prefill if replica.role == "prefill" else self.config.decode).num_threads
+    def _ask_router(self, method: str, *args: object) -> Any:
+        """Calls the router. None while it is dead: whatever it was to learn, its successor learns from `_came_up`."""
+        router = self._router.actor
+        if router is None or self._router.state != "up":
+            return None
+        try:
+            return router.call(method, *args)
+        except ActorDied:
+            return None
+
+    def _pool(self, engine: Place) -> PoolConfig:
+        return self.config.prefill if engine.role == "prefill" else self.config.decode
 
     @property
     def _namespace(self) -> str:

@@ -15,9 +15,10 @@ Safety is one order, kept in `Pulls.ended`: bytes complete, barrier, then read t
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import cast, get_args
 
 from decode_pool.pulls import PullEnd, Pulls
+from engine.preemption import Mode, Reason
 from engine.runner import Batch, StepOutput
 from engine.scheduler import Scheduler
 from engine.sequence import Request
@@ -108,13 +109,16 @@ class DecodeService:
         self.counters: dict[str, float] = dict.fromkeys(
             (
                 *("requests", "prompt_tokens", "cached_tokens", "transferred_tokens", "prefix_query_tokens", "generated_tokens"),
-                *("preemptions_recompute", "preemptions_swap", "preemptions_remote", "recomputed_tokens"),
+                *(f"preemptions_{mode}" for mode in get_args(Mode)),
+                *(f"preemption_reason_{reason}" for reason in get_args(Reason)),
+                *("recomputed_tokens", "swapped_bytes", "swap_seconds"),
                 *("pulls", "pull_failures", "leases_lost", "pulled_bytes", "pull_seconds", "timers_fired", "ignored"),
                 *StepCounts.KEYS,
             ),
             0,
         )
-        """`prompt_tokens`: computed here, counted when the prompt is complete; again after a preemption: `recomputed_tokens`."""
+        """`prompt_tokens`: computed here, counted when the prompt is complete; again after a preemption: `recomputed_tokens`.
+        Each preemption counts under its mode, and under the reason for that."""
         self._steps = StepCounts(self.counters, scheduler.config)
         self._handlers: dict[type, Callable[[Envelope], None]] = {
             GenerateRequest: self._on_generate,
@@ -122,7 +126,7 @@ class DecodeService:
             KVHandoff: self._on_handoff,
             KVRevoke: self._on_revoke,
             PeerUp: self._on_peer_up,
-            RouterStatus: lambda envelope: None,
+            RouterStatus: self._on_router_status,
             Drain: self._on_drain,
         }
 
@@ -205,7 +209,11 @@ class DecodeService:
             if entry.handoff is not None and entry.handoff.final:
                 entry.timeline.enter("transfer")
             self._pull_more(entry)
-        self.counters["preemptions_recompute"] += len(events.preempted)
+        for choice in events.choices:
+            self.counters[f"preemptions_{choice.mode}"] += 1
+            self.counters[f"preemption_reason_{choice.reason}"] += 1
+        for key in events.returned:
+            self._leave(self._entries[key], DecodeEvent.RETURNED, "returned", "preempted")
         for key, finish_reason in events.ended:
             entry = self._entries[key]
             self._link.end(key, self._slot(entry), "finished", finish_reason=finish_reason)
@@ -223,6 +231,8 @@ class DecodeService:
         counters = self.counters
         counters["scheduler_seconds"] += self._clock() - started_at
         self._steps.committed(committed.batch, output)
+        counters["swapped_bytes"] += output.swapped_bytes
+        counters["swap_seconds"] += output.swap_seconds
         counters["generated_tokens"] += len(committed.token_ids)
         for key in committed.first:
             entry = self._entries[key]
@@ -369,6 +379,9 @@ class DecodeService:
         except TransferError:
             self.counters["pull_failures"] += 1
 
+    def _on_router_status(self, envelope: Envelope) -> None:
+        self._scheduler.set_prefill_room(cast(RouterStatus, envelope.message).prefill_room_blocks)
+
     def _on_drain(self, envelope: Envelope) -> None:
         self._drain_at = self._clock() + cast(Drain, envelope.message).deadline_s
 
@@ -445,6 +458,7 @@ class DecodeService:
             self.outbox.append((self._link.address, self._hello))
 
     def _router_gone(self) -> None:
+        self._scheduler.set_prefill_room(0)
         self._end_all(DecodeEvent.ROUTER_GONE, None, "router gone")
 
     def _end_all(self, event: DecodeEvent, kind: EndKind | None, reason: str) -> None:

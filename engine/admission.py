@@ -30,7 +30,7 @@ def seat_arrived(state: SchedulerState, budget: int) -> list[int]:
     newcomers: list[int] = []
     while state.arrived and budget > len(newcomers) and state.has_seat():
         sequence = state.arrived.popleft()
-        _seat(state, sequence, sequence.num_first, sequence.blocks)
+        _seat(state, sequence, sequence.num_first, sequence.blocks, hashed=sequence.num_first)
         _note_admission(state, sequence, sequence.num_cached)
         sequence.blocks = []
         newcomers.append(1)
@@ -46,6 +46,7 @@ def serve_line(state: SchedulerState, budget: int, *, alone: bool) -> list[int]:
                 break
         elif state.num_blocks(len(sequence.tokens)) > state.blocks.num_usable:
             state.line.pop()
+            state.drop_swapped(sequence)
             del state.live[sequence.request.key]
             state.events.ended.append((sequence.request.key, "length"))
         else:
@@ -58,27 +59,34 @@ def serve_line(state: SchedulerState, budget: int, *, alone: bool) -> list[int]:
 
 
 def _admit(state: SchedulerState, sequence: Sequence, budget: int, *, alone: bool) -> int:
-    """Moves the head of the line into the batch. Returns its tokens in this step; 0: it does not fit."""
+    """Moves the head of the line into the batch. Returns its tokens in this step; 0: it does not fit.
+
+    What the prefix cache has of a swapped sequence need not be copied back.
+    """
     config, known = state.config, len(sequence.tokens)
     hits = _lookup(state, sequence, known - 1)
     cached = len(hits) * config.block_size
-    num = known - cached
+    computed = max(cached, sequence.num_swapped)
+    num = known - computed
     if config.long_prefill_token_threshold and not alone:
         num = min(num, config.long_prefill_token_threshold)
     if not config.enable_chunked_prefill and budget < num <= config.max_num_batched_tokens:
         return 0  # a sequence that outgrew the whole budget before it was preempted is cut all the same: it would wait for ever
     num = min(num, budget)
-    first = state.num_blocks(cached + num)
+    first = state.num_blocks(computed + num)
     full = first if config.prompt_reservation == "none" else state.num_blocks(known)
     if not _fits(state, full, hits):
         return 0
     state.line.pop()
     state.blocks.acquire(hits)
     blocks = hits + state.blocks.allocate((full if config.prompt_reservation == "hold" else first) - len(hits))
-    position = _seat(state, sequence, cached, blocks)
-    _note_admission(state, sequence, cached)
-    if cached + num >= state.table.edge[position]:
-        state.hash_blocks(position, cached + num, blocks)
+    if sequence.host_blocks:
+        state.swap_in += zip(sequence.host_blocks[len(hits) :], blocks[len(hits) :], strict=False)
+        state.drop_swapped(sequence)
+    position = _seat(state, sequence, computed, blocks, hashed=cached)
+    _note_admission(state, sequence, computed)
+    if computed + num >= state.table.edge[position]:
+        state.hash_blocks(position, computed + num, blocks)
     return num
 
 
@@ -119,8 +127,8 @@ def _fits(state: SchedulerState, count: int, hits: list[int]) -> bool:
     return count - len(hits) + state.blocks.num_free_among(hits) + spare <= state.blocks.num_free
 
 
-def _seat(state: SchedulerState, sequence: Sequence, computed: int, blocks: list[int]) -> int:
-    """Returns its position."""
+def _seat(state: SchedulerState, sequence: Sequence, computed: int, blocks: list[int], *, hashed: int) -> int:
+    """Returns its position. `hashed`: tokens below which every full block can be found already."""
     size = state.config.block_size
     if sequence.kv == "offer":
         cap = sequence.num_first
@@ -128,7 +136,7 @@ def _seat(state: SchedulerState, sequence: Sequence, computed: int, blocks: list
         cap = state.config.max_model_len - 1
     else:
         cap = sequence.limit - 1
-    edge = (computed // size + 1) * size if state.config.enable_prefix_caching else NEVER
+    edge = (hashed // size + 1) * size if state.config.enable_prefix_caching else NEVER
     state.num_offers += sequence.kv == "offer"
     return state.table.enter(sequence, computed=computed, blocks=blocks, cap=cap, edge=edge)
 

@@ -148,8 +148,10 @@ class BlockManager:
     def _make_free(self, gone: list[int]) -> None:
         hash_of = self._hash_of
         cached = [block for block in gone if hash_of[block] is not None]
-        if len(cached) < len(gone):
-            self._blank.extend([block for block in gone if hash_of[block] is None])
+        if len(cached) == len(gone) - 1 and hash_of[gone[0]] is None:  # as most answers end: in the middle of a block
+            self._blank.append(gone[0])
+        elif len(cached) < len(gone):
+            self._blank += [block for block in gone if hash_of[block] is None]
         self._cached.push(cached)
 
     # ---- steps in flight
@@ -187,21 +189,17 @@ class BlockManager:
     def insert(self, hashes: Seq[bytes], blocks: Seq[int]) -> None:
         """Makes owned blocks findable, each by its hash; those that already are stay as they are."""
         hash_of, block_of = self._hash_of, self._block_of
-        named = [block for block in blocks if hash_of[block] is not None]
-        if named:
-            pairs = [pair for pair in zip(hashes, blocks, strict=True) if hash_of[pair[1]] is None]
-            hashes, blocks = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        any_named = any(map(hash_of.__getitem__, blocks))
+        if not any_named and block_of.keys().isdisjoint(hashes) and len(set(hashes)) == len(hashes):
+            for block_hash, block in zip(hashes, blocks, strict=True):
+                hash_of[block] = block_hash
+                block_of[block_hash] = block
+            self._added.extend(hashes)
+            return
         for block_hash, block in zip(hashes, blocks, strict=True):
+            if hash_of[block] is not None:
+                continue
             hash_of[block] = block_hash
-        if block_of.keys().isdisjoint(hashes):
-            num_before = len(block_of)
-            block_of.update(zip(hashes, blocks, strict=True))
-            if len(block_of) == num_before + len(hashes):
-                self._added.extend(hashes)
-                return
-            for block_hash in hashes:  # the same content twice in one call: once more, one by one
-                block_of.pop(block_hash, None)
-        for block_hash, block in zip(hashes, blocks, strict=True):
             if block_of.setdefault(block_hash, block) == block:
                 self._added.append(block_hash)
             else:

@@ -24,6 +24,13 @@ class EngineConfig:
     """Bytes of the pool if `num_blocks` is 0."""
     gpu_memory_utilization: float = 0.9
     """Share of a GPU's memory for weights, activations and KV together, where neither `num_blocks` nor `kv_cache_bytes` is named."""
+    preemption: Literal["recompute", "swap", "remote", "auto"] = "recompute"
+    """How a running sequence that loses its blocks gets its KV back. swap: from host memory; remote: from the prefill pool, while that has
+    room; auto: whatever costs least. Where swap or remote is not to be had: recompute."""
+    num_host_blocks: int = 0
+    """KV blocks of host memory to swap into. 0: from `swap_space_bytes`."""
+    swap_space_bytes: int = 0
+    """Bytes of host memory to swap into if `num_host_blocks` is 0."""
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
     """Most tokens of one sequence in one step; 0: no limit."""
@@ -35,7 +42,9 @@ class EngineConfig:
     priority_aging_s: float = 60.0
     """Seconds of waiting worth one unit of priority; 0: priorities never change."""
     num_speculative_tokens: int = 0
-    """Most drafts per sequence and step; 0: no speculation. Drafts forbid a second step in flight."""
+    """Most drafts per sequence and step, taken from what the sequence said before; 0: no speculation."""
+    async_scheduling: bool = False
+    """Build the next step while one runs. Ends come one step late."""
     cuda_graph_sizes: tuple[int, ...] = ()
     """Numbers of decodes for which a step was captured, ascending; a step of decodes alone is padded up to the next one."""
     pad_with_prefill: bool = False
@@ -51,12 +60,16 @@ class EngineConfig:
         for name in ("max_num_batched_tokens", "max_num_seqs", "block_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: {getattr(self, name)} is below 1")
-        sizes = ("num_blocks", "kv_cache_bytes", "long_prefill_token_threshold")
+        sizes = ("num_blocks", "kv_cache_bytes", "long_prefill_token_threshold", "num_host_blocks", "swap_space_bytes")
         for name in (*sizes, "priority_aging_s", "num_speculative_tokens", "thrash_limit"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: {getattr(self, name)} is below 0")
         if list(self.cuda_graph_sizes) != sorted(set(self.cuda_graph_sizes)) or min(self.cuda_graph_sizes, default=1) < 1:
             raise ConfigError(f"cuda_graph_sizes: {self.cuda_graph_sizes} is not ascending from 1 on")
+        if self.preemption == "swap" and not self.num_host_blocks and not self.swap_space_bytes:
+            raise ConfigError("preemption: swap needs num_host_blocks or swap_space_bytes")
+        if self.num_speculative_tokens and self.async_scheduling:
+            raise ConfigError("num_speculative_tokens: drafts depend on the step before, so async_scheduling must be off")
         if self.pad_with_prefill and not self.cuda_graph_sizes:
             raise ConfigError("pad_with_prefill: needs cuda_graph_sizes")
         for name in ("thrash_window_s", "stall_timeout_s"):

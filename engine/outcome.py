@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from engine.preemption import Choice
 from engine.runner import Batch
 from protocol.messages import FinishReason, Logprobs, RequestKey, TokenLogprobs
 
@@ -47,9 +48,13 @@ class Events:
     admitted: list[tuple[RequestKey, int]] = field(default_factory=list)
     """(key, cached tokens): first time in a batch."""
     resumed: list[tuple[RequestKey, int]] = field(default_factory=list)
-    """(key, cached tokens): again in a batch after a preemption."""
+    """(key, tokens whose KV was still there, in the prefix cache or on the host): again in a batch after a preemption."""
     reserved: list[Reserved] = field(default_factory=list)
     preempted: list[RequestKey] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)
+    """How each of `preempted` gets its KV back, and why so."""
+    returned: list[RequestKey] = field(default_factory=list)
+    """Those of `preempted` that the router is to place anew; the scheduler has forgotten them."""
     ended: list[tuple[RequestKey, Literal["length"]]] = field(default_factory=list)
     """Outgrew the pool; blocks are free."""
 

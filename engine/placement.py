@@ -3,6 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
+from engine.preemption import Victim, choose
 from engine.scheduler_state import SchedulerState
 from engine.sequence_table import NEVER
 from protocol.block_hash import extend_chains
@@ -153,15 +154,37 @@ def _place_last(state: SchedulerState, position: int, num: int) -> int | None:
 
 
 def preempt(state: SchedulerState, position: int) -> None:
-    """Takes a sequence's blocks and puts it in the line; its outputs stay. The caller unseats it when it is done with positions."""
+    """Takes a sequence's blocks and puts it in the line, or gives it back; its outputs stay. No step is in flight.
+
+    The caller unseats it when it is done with positions.
+    """
     table = state.table
-    sequence = table.running[position]
-    state.blocks.release(table.blocks_of(position))
+    sequence, blocks = table.running[position], table.blocks_of(position)
+    key, computed, num_tokens = sequence.request.key, int(table.computed[position]), int(table.tokens[position])
+    filled, needed = blocks[: state.num_blocks(computed)], state.num_blocks(num_tokens)
+    choice = choose(
+        state.config.preemption,
+        Victim(num_tokens, computed, len(filled), len(table)),
+        state.costs,
+        num_host_free=state.host.num_free,
+        has_room=needed <= state.prefill_room_blocks,
+    )
+    state.blocks.release(blocks)
+    state.events.preempted.append(key)
+    state.events.choices.append(choice)
+    if choice.mode == "remote":
+        state.prefill_room_blocks -= needed
+        del state.live[key]
+        state.events.returned.append(key)
+        return
+    if choice.mode == "swap":
+        sequence.host_blocks, sequence.num_swapped = state.host.allocate(len(filled)), computed
+        state.swap_out += zip(filled, sequence.host_blocks, strict=True)
+    else:
+        sequence.num_lost = computed
     sequence.tokens = table.known(position).copy()
-    sequence.num_lost = int(table.computed[position])
     sequence.kv = "local" if sequence.kv == "remote" else sequence.kv
     state.line.push_preempted(sequence)
-    state.events.preempted.append(sequence.request.key)
 
 
 def _want(state: SchedulerState, position: int, num: int) -> int:

@@ -1,4 +1,4 @@
-"""Drafts without a model: what followed the last tokens the last time they were seen."""
+"""Drafts without a model: what followed the last tokens the last time they were seen (prompt lookup)."""
 
 import numpy as np
 import numpy.typing as npt
@@ -7,22 +7,38 @@ from protocol.messages import RequestKey
 
 
 class NGramProposer:
-    """Looks for the latest earlier place with the same last `max_num_tokens` tokens, then with fewer, down to `min_num_tokens`."""
+    """Looks for the latest earlier place with the same last `max_num_tokens` tokens, then with fewer, down to `min_num_tokens`.
 
-    def __init__(self, *, min_num_tokens: int = 2, max_num_tokens: int = 4) -> None:
-        self._lengths = range(max_num_tokens, min_num_tokens - 1, -1)
+    Keeps nothing between calls: one scan of the known tokens is cheaper than an index of a prompt that is asked a few hundred times.
+    """
+
+    def __init__(self, *, min_num_tokens: int = 2, max_num_tokens: int = 4, max_num_places: int = 64) -> None:
+        """`max_num_places`: of those where the last `min_num_tokens` tokens stand, only so many, the latest, are looked at."""
+        self._min, self._max, self._max_num_places = min_num_tokens, max_num_tokens, max_num_places
 
     def propose(self, key: RequestKey, token_ids: npt.NDArray[np.int32], max_num_drafts: int) -> list[int]:
         """The tokens that followed that place, at most `max_num_drafts`; none if it was never seen."""
-        if max_num_drafts < 1:
+        count = len(token_ids) - self._min
+        if max_num_drafts < 1 or count < 1:
             return []
-        ends = (token_ids[:-1] == token_ids[-1]).nonzero()[0]
-        for length in self._lengths:
-            fitting = ends[ends >= length - 1]
-            for back in range(1, length):
-                fitting = fitting[token_ids[fitting - back] == token_ids[-1 - back]] if len(token_ids) > length else fitting[:0]
-            if len(fitting):
-                start = int(fitting[-1]) + 1
-                drafts: list[int] = token_ids[start : start + max_num_drafts].tolist()
-                return drafts
-        return []
+        tail = token_ids[-self._max :].tolist()
+        tail.reverse()
+        same = token_ids[self._min - 1 : -1] == tail[0]
+        for back in range(1, self._min):
+            same &= token_ids[self._min - 1 - back : -1 - back] == tail[back]
+        places = same.nonzero()[0]
+        if not places.size:
+            return []
+        best = start = 0
+        for place in places[: -self._max_num_places - 1 : -1].tolist():
+            end = place + self._min  # the tokens that match lie right before it
+            before = token_ids[max(end - self._max, 0) : end].tolist()
+            length = self._min
+            while length < len(before) and length < len(tail) and before[-1 - length] == tail[length]:
+                length += 1
+            if length > best:
+                best, start = length, end
+                if best == self._max:
+                    break
+        drafts: list[int] = token_ids[start : start + max_num_drafts].tolist()
+        return drafts

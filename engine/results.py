@@ -51,8 +51,9 @@ def append_tokens(
         _note_logprobs(committed, logprobs)
     if state.num_offers:
         done |= np.array([table.running[position].kv == "offer" for position in positions.tolist()], np.bool_)
-    if np.count_nonzero(table.fresh[at]):
-        _note_first(state, committed, positions)
+    fresh = table.fresh[at].nonzero()[0]
+    if fresh.size:
+        _note_first(state, committed, positions[fresh].tolist(), fresh.tolist())
     if state.proposer is not None:
         table.computed[at] = after - 1
         _propose(state, state.proposer, positions[~done])
@@ -90,17 +91,20 @@ def _note_logprobs(committed: Committed, logprobs: list[list[TokenLogprobs] | No
             committed.logprobs += [Logprobs(slot, attempt, offset + ahead, value) for ahead, value in enumerate(kept)]
 
 
-def _note_first(state: SchedulerState, committed: Committed, positions: Int32) -> None:
-    """Marks first tokens; the row of a remote sequence gets the one its prefill engine sampled in front."""
+def _note_first(state: SchedulerState, committed: Committed, positions: list[int], indices: list[int]) -> None:
+    """Marks first tokens of the sequences at `positions`, whose entries in `committed` are `indices`.
+
+    The entry of a remote one gets the token its prefill engine sampled in front.
+    """
     table = state.table
-    starts = np.cumsum(committed.counts) - committed.counts
     where: list[int] = []
     tokens: list[int] = []
-    for index in table.fresh[positions].nonzero()[0].tolist():
-        sequence = table.running[positions[index]]
+    for position, index in zip(positions, indices, strict=True):
+        table.fresh[position] = 0
+        sequence = table.running[position]
         committed.first.append(sequence.request.key)
         if sequence.first_token_id is not None:
-            where.append(int(starts[index]))
+            where.append(index)
             tokens.append(sequence.first_token_id)
             committed.offsets[index] -= 1
             committed.counts[index] += 1
@@ -108,20 +112,24 @@ def _note_first(state: SchedulerState, committed: Committed, positions: Int32) -
             if (values := sequence.first_logprobs) is not None:
                 slot, attempt, offset = int(committed.slots[index]), int(committed.attempts[index]), int(committed.offsets[index])
                 committed.logprobs.append(Logprobs(slot, attempt, offset, values))
-    table.fresh[positions] = 0
     if where:
-        committed.token_ids = np.insert(committed.token_ids, where, tokens).astype(np.int32)
+        starts = np.cumsum(committed.counts) - committed.counts
+        committed.token_ids = np.insert(committed.token_ids, starts[where] - np.arange(len(where)), tokens).astype(np.int32)
 
 
 def _propose(state: SchedulerState, proposer: Proposer, positions: Int32) -> None:
-    """Asks for drafts and puts them behind the known tokens."""
-    table, config = state.table, state.config
-    for position in positions.tolist():
-        sequence, num_tokens = table.running[position], int(table.tokens[position])
-        room = min(sequence.limit - num_tokens - 1, config.num_speculative_tokens)
-        drafts = proposer.propose(sequence.request.key, table.known(position), max(room, 0))[: config.max_model_len - num_tokens]
-        table.token_ids[table.row[position], num_tokens : num_tokens + len(drafts)] = drafts
-        table.goal[position] = min(num_tokens + len(drafts), int(table.cap[position]))
+    """Asks for drafts, never more than are still to come, less one, and puts them behind the known tokens."""
+    table = state.table
+    rows, num_tokens = table.row[positions].tolist(), table.tokens[positions]
+    rooms = np.clip(table.limit[positions] - num_tokens - 1, 0, state.config.num_speculative_tokens)
+    num_drafts = []
+    for position, row, known, room in zip(positions.tolist(), rows, num_tokens.tolist(), rooms.tolist(), strict=True):
+        drafts = proposer.propose(table.running[position].request.key, table.token_ids[row, :known], room)
+        drafts = drafts[: state.config.max_model_len - known]  # a proposer that ignores the room is borne
+        if drafts:
+            table.token_ids[row, known : known + len(drafts)] = drafts
+        num_drafts.append(len(drafts))
+    table.goal[positions] = np.minimum(num_tokens + np.array(num_drafts, np.int32), table.cap[positions])
 
 
 def _finish(state: SchedulerState, committed: Committed, positions: list[int], stopped: list[bool]) -> None:

@@ -17,6 +17,8 @@ Bool = npt.NDArray[np.bool_]
 class Batch:
     """One step's work. Arrays have one entry per scheduled sequence, in scheduled order; B = their number.
 
+    B is 0 where there is nothing but `swap_out` to do.
+
     `token_ids` and `block_tables` are the scheduler's shared arrays, indexed by *row*. What a batch refers to in them
     (tokens and blocks below `num_computed + num_scheduled`) stays as it is until the batch is committed.
     """
@@ -44,6 +46,12 @@ class Batch:
     """[B] True where the one token to compute is still being sampled by the step before: not in `token_ids` yet, the runner takes it
     from its own output of that step, same row. None: nowhere (always so while no other step is in flight)."""
 
+    swap_out: Int32 | None = None
+    """[n, 2] (block, host block): copied before the batch writes anything, for the blocks have other owners already. On a device the copies
+    are ordered before the step, which waits for them."""
+    swap_in: Int32 | None = None
+    """[n, 2] (host block, block): copied before the step reads or writes, after `swap_out`."""
+
     @property
     def num_tokens(self) -> int:
         return int(self.num_scheduled.sum())
@@ -55,12 +63,18 @@ class Batch:
 
 @dataclass(slots=True, kw_only=True)
 class StepOutput:
-    """What the model chose. `token_ids`: int32 [B, K], row i valid in its first `counts[i]` columns; counts[i] = 0 where nothing was sampled."""
+    """What the model chose.
+
+    `token_ids`: int32 [B, K], row i valid in its first `counts[i]` columns; counts[i] = 0 where nothing was sampled.
+    """
 
     token_ids: Int32
     counts: Int32
     seconds: float = 0.0
-    """Seconds the step took to execute."""
+    """Seconds the step took to execute, its copies included."""
+    swapped_bytes: int = 0
+    """Copied between cache and host, each byte counted once."""
+    swap_seconds: float = 0.0
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     """By index in the batch, of those that asked: one for each of their `counts` tokens."""
 

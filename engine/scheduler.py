@@ -17,6 +17,7 @@ import numpy.typing as npt
 from engine.admission import check_servable, seat_arrived, serve_line
 from engine.block_manager import BlockManager
 from engine.config import EngineConfig
+from engine.host_pool import HostPool
 from engine.outcome import Committed, Events, Finished, PromptDone, Reserved
 from engine.placement import hash_running, place_running, step_budget
 from engine.results import append_tokens
@@ -44,6 +45,7 @@ class Scheduler:
         config: EngineConfig,
         *,
         num_blocks: int,
+        num_host_blocks: int = 0,
         fingerprint: bytes = b"",
         eos_token_ids: tuple[int, ...] = (),
         proposer: Proposer | None = None,
@@ -70,6 +72,7 @@ class Scheduler:
             thrash=ThrashMeter(clock, window_s=config.thrash_window_s, limit=config.thrash_limit)
             if clock and config.thrash_limit
             else None,
+            host=HostPool(num_host_blocks),
         )
         self._step = 0
 
@@ -119,6 +122,16 @@ class Scheduler:
         return self._state.thrash.ratio if self._state.thrash else 0.0
 
     @property
+    def swapped(self) -> list[tuple[Int32, list[int]]]:
+        """(tokens, host blocks that hold their KV) of every swapped sequence, those included whose copy is in flight. For checks."""
+        live = self._state.live.values()
+        return [(sequence.tokens[: sequence.num_swapped], sequence.host_blocks) for sequence in live if sequence.host_blocks]
+
+    @property
+    def num_free_host_blocks(self) -> int:
+        return self._state.host.num_free
+
+    @property
     def idle(self) -> bool:
         """Nothing is live and nothing in flight."""
         return not self._state.live and not self._state.table.flights
@@ -160,6 +173,10 @@ class Scheduler:
             state.num_unoffered += 1
         else:
             state.line.push(sequence)
+
+    def set_prefill_room(self, num_blocks: int) -> None:
+        """Blocks that a prefill engine could take now: what mode remote may return. A hint; 0 without a prefill pool."""
+        self._state.prefill_room_blocks = num_blocks
 
     def offer(self, key: RequestKey) -> None:
         """The first handoff of a remote request is here: it may reserve from now on. Unknown key or a later offer: no-op."""
@@ -217,6 +234,7 @@ class Scheduler:
             state.num_unoffered -= 1
         elif sequence.stage == "waiting":
             state.line.discard(sequence)
+            state.drop_swapped(sequence)
         elif sequence.stage == "reserved":
             state.num_reserved -= 1
         elif sequence.stage == "arrived":
@@ -234,8 +252,8 @@ class Scheduler:
         """Builds the next batch. None: nothing can be executed now, or (with a step in flight) commit first and call again."""
         state = self._state
         table = state.table
-        if len(table.flights) > 1 or (table.flights and state.proposer is not None):
-            return None
+        if table.flights and (len(table.flights) > 1 or state.proposer is not None or table.flights[0].batch.swap_out is not None):
+            return None  # blocks that are still to be copied out look free: a pull into one could not wait for the copy
         alone = len(table) + len(state.line) + len(state.arrived) == 1
         num_preempted = len(state.events.preempted)
         budget = step_budget(state)
@@ -261,7 +279,7 @@ class Scheduler:
         """Makes the batch of `num` tokens per running sequence (int32, in running order) and counts them as computed."""
         state, table, count = self._state, self._state.table, len(num)
         num_idle = count - int(np.count_nonzero(num))
-        if num_idle == count:
+        if num_idle == count and not state.swap_out:
             return None
         at: slice | Int32 = slice(count)
         positions, request_ids = table.all_positions[:count], table.request_ids
@@ -287,10 +305,13 @@ class Scheduler:
             batch.sample = target >= table.tokens[at]
         else:
             table.goal[at] = np.minimum(goal + batch.sample, table.cap[at])
-        if self.config.cuda_graph_sizes and int(num.max()) == 1:
+        if self.config.cuda_graph_sizes and int(num.max(initial=0)) == 1:
             state.num_padding_tokens += state.padding(len(num))
         if table.flights:
             batch.pending = target > table.tokens[at]
+        if state.swap_out or state.swap_in:
+            batch.swap_out, batch.swap_in = _pairs(state.swap_out), _pairs(state.swap_in)
+            state.swap_out, state.swap_in = [], []
         table.computed[at] = target
         self._step += 1
         table.flights.append(Flight(batch, positions))
@@ -323,6 +344,8 @@ class Scheduler:
         committed.progressed = progressed
         if state.thrash is not None:
             state.thrash.add(recomputed=0, generated=len(committed.token_ids))
+        if self.config.preemption == "auto":
+            state.costs.observe(batch, output)
         return committed
 
     def _progress_of_offers(self, flight: Flight) -> list[tuple[RequestKey, int]]:
@@ -335,8 +358,8 @@ class Scheduler:
     def fail_step(self) -> list[RequestKey]:
         """The oldest step in flight could not be executed: what it and later ones would have computed is no longer findable.
 
-        Returns the requests that are spoilt: those in flight, and those that reserved blocks found while they were being computed.
-        The caller aborts or detaches them all.
+        Sequences that it would have copied to the host have lost their KV. Returns the requests that are spoilt: those in flight, and
+        those that reserved blocks found while they were being computed. The caller aborts or detaches them all.
         """
         table = self._state.table
         if not table.flights:
@@ -347,6 +370,10 @@ class Scheduler:
             batch, size = flight.batch, self.config.block_size
             for row, start, num in zip(batch.rows.tolist(), batch.num_computed.tolist(), batch.num_scheduled.tolist(), strict=True):
                 blocks.update(batch.block_tables[row, start // size : -(-(start + num) // size)].tolist())
+            if batch.swap_in is not None:
+                blocks.update(batch.swap_in[:, 1].tolist())
+            if batch.swap_out is not None:
+                self._lose_copies(set(batch.swap_out[:, 1].tolist()))
             spoilt.update(dict.fromkeys(table.running[position].request.key for position in flight.positions.tolist() if position >= 0))
         for block in blocks:
             self.blocks.forget(block)
@@ -355,6 +382,12 @@ class Scheduler:
         self.blocks.step_committed()
         table.committed(batch.step)
         return list(spoilt)
+
+    def _lose_copies(self, host_blocks: set[int]) -> None:
+        for sequence in self._state.live.values():
+            if not host_blocks.isdisjoint(sequence.host_blocks):
+                sequence.num_lost = sequence.num_swapped
+                self._state.drop_swapped(sequence)
 
     def check_idle(self) -> None:
         """When nothing is live, in flight or owned outside, everything is back where it started. Raises ProtocolError."""
@@ -367,3 +400,10 @@ class Scheduler:
             raise ProtocolError("an idle scheduler still counts requests")
         if not self.blocks.num_external and self.blocks.num_free != self.blocks.num_usable:
             raise ProtocolError(f"{self.blocks.num_usable - self.blocks.num_free} blocks are lost")
+        if state.host.num_free != state.host.num_blocks:
+            raise ProtocolError(f"{state.host.num_blocks - state.host.num_free} host blocks are lost")
+
+
+def _pairs(blocks: list[tuple[int, int]]) -> Int32 | None:
+    """[n, 2]; None where there is nothing to copy."""
+    return np.array(blocks, np.int32) if blocks else None

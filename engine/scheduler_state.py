@@ -10,7 +10,9 @@ import numpy.typing as npt
 
 from engine.block_manager import BlockManager
 from engine.config import EngineConfig
+from engine.host_pool import HostPool
 from engine.outcome import Events
+from engine.preemption import Costs
 from engine.sequence import Sequence
 from engine.sequence_table import SequenceTable
 from engine.thrash import ThrashMeter
@@ -48,6 +50,15 @@ class SchedulerState:
     num_padding_tokens: int = 0
     thrash: ThrashMeter | None = None
     """None: not measured."""
+    host: HostPool = field(default_factory=lambda: HostPool(0))
+    costs: Costs = field(default_factory=Costs)
+    """Kept up to date in preemption mode auto alone."""
+    prefill_room_blocks: int = 0
+    """Blocks that the prefill pool could still take, by the router's last word, less what was returned to it since."""
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    """(block, host block) that the batch being built copies first."""
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
+    """(host block, block) that it copies next."""
 
     def padding(self, num_decodes: int) -> int:
         """Tokens that fill a step of decodes alone up to the next captured size; 0 beyond the largest."""
@@ -66,6 +77,11 @@ class SchedulerState:
         if self.num_offers:
             self.num_offers -= sum(self.table.running[position].kv == "offer" for position in positions)
         self.table.leave(positions)
+
+    def drop_swapped(self, sequence: Sequence) -> None:
+        """Gives up its KV on the host."""
+        self.host.release(sequence.host_blocks)
+        sequence.host_blocks, sequence.num_swapped = [], 0
 
     def hash_blocks(self, position: int, filled: int, blocks: list[int]) -> None:
         """Makes a running sequence's `blocks` (all of them) findable up to `filled` tokens."""

@@ -88,6 +88,9 @@ class Sequence:
     """Whether it was ever in the batch."""
     num_lost: int = 0
     """Tokens whose KV the last preemption threw away."""
+    host_blocks: list[int] = field(default_factory=list)
+    """Host blocks that hold the KV of its first `num_swapped` tokens while it waits after a preemption."""
+    num_swapped: int = 0
     row: int = 0
     stop_token_ids: frozenset[int] = frozenset()
 

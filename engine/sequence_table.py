@@ -136,7 +136,7 @@ class SequenceTable:
         """Unseats sequences (at least one). Their rows are free when the steps in flight have committed."""
         gone = sorted(positions, reverse=True)
         last_step = self.flights[-1].batch.step if self.flights else None
-        count = len(self.running)
+        num_before = count = len(self.running)
         ids = self.request_ids.copy()
         for position in gone:
             row = int(self.row[position])
@@ -146,16 +146,15 @@ class SequenceTable:
             else:
                 self._left_rows.append((last_step, row))
             del self.running[position], ids[position]
+            count -= 1
+            if position < count:
+                self._state[:, position:count] = self._state[:, position + 1 : count + 1]
+                self.slot[position:count] = self.slot[position + 1 : count + 1]
         self.request_ids = ids
-        keep = np.ones(count, np.bool_)
-        keep[gone] = False
-        kept = keep.nonzero()[0]
-        if gone[-1] + len(gone) != count:
-            self._state[:, : len(kept)] = self._state.take(kept, axis=1, mode="clip")
-            self.slot[: len(kept)] = self.slot[kept]
         for flight in self.flights:
-            moved = np.full(count, -1, np.int32)
-            moved[kept] = self.all_positions[: len(kept)]
+            moved = np.full(num_before, -1, np.int32)
+            kept = np.delete(self.all_positions[:num_before], gone)
+            moved[kept] = self.all_positions[:count]
             flight.positions = np.where(flight.positions >= 0, moved[flight.positions], -1)
             flight.has_leavers = True
 

@@ -203,10 +203,25 @@ METRICS = (
     Metric(
         "preemptions",
         "counter",
-        "Running sequences that lost their KV blocks.",
+        "Running sequences that lost their KV blocks, by how they get their KV back.",
         (*ENGINE, "mode"),
         _engines(recompute="preemptions_recompute", swap="preemptions_swap", remote="preemptions_remote"),
     ),
+    Metric(
+        "preemption_reasons",
+        "counter",
+        "Preemptions by why their mode was chosen: the knob (configured), a cost (cheapest, unmeasured), or a lack (host_full, no_room).",
+        (*ENGINE, "reason"),
+        _engines(
+            configured="preemption_reason_configured",
+            cheapest="preemption_reason_cheapest",
+            unmeasured="preemption_reason_unmeasured",
+            host_full="preemption_reason_host_full",
+            no_room="preemption_reason_no_room",
+        ),
+    ),
+    Metric("swapped_bytes", "counter", "KV copied to host memory and back, each way counted.", ENGINE, _engines("swapped_bytes")),
+    Metric("swap_seconds", "counter", "Duration of these copies.", ENGINE, _engines("swap_seconds")),
     Metric(
         "recomputed_tokens",
         "counter",

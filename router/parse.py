@@ -1,6 +1,5 @@
 """A client's message becomes requests, or an InvalidRequest that names field, value and limit."""
 
-import math
 import re
 import uuid
 from collections.abc import Callable
@@ -153,7 +152,7 @@ def _checked_id(request_id: str) -> str:
 def _prompt_token_ids(message: pb.GenerateRequest, tokenizer: Tokenizer, vocab_size: int, max_model_len: int) -> Int32:
     match message.WhichOneof("prompt"):
         case "text":
-            _require_bytes("text", message.text, tokenizer, max_model_len)
+            _require_room("text", message.text, tokenizer, max_model_len)
             token_ids = tokenizer.encode(message.text)
         case "token_ids":
             ids = message.token_ids.ids
@@ -161,7 +160,7 @@ def _prompt_token_ids(message: pb.GenerateRequest, tokenizer: Tokenizer, vocab_s
             token_ids = np.array(ids, dtype=np.int32)
         case "chat":
             text = _render(message.chat, tokenizer)
-            _require_bytes("chat", text, tokenizer, max_model_len)
+            _require_room("chat", text, tokenizer, max_model_len)
             token_ids = tokenizer.encode_chat(text)
         case _:
             raise InvalidRequest("prompt", "nothing", "one of text, token_ids and chat must be set")
@@ -221,12 +220,10 @@ def _cache_salt(message: pb.GenerateRequest) -> str:
     return message.cache_salt
 
 
-def _require_bytes(field: str, text: str, tokenizer: Tokenizer, max_model_len: int) -> None:
-    """Refuses what cannot fit, however well it compresses, before it is tokenised at some microseconds a token."""
-    limit = max_model_len * tokenizer.max_bytes_per_token if max_model_len else math.inf
-    if len(text) > limit or (4 * len(text) > limit and len(text.encode()) > limit):
-        limit_text = f"at most {limit:.0f}: max_model_len {max_model_len}, at most {tokenizer.max_bytes_per_token:.0f} bytes a token"
-        raise InvalidRequest(field, f"a text of {len(text)} characters", limit_text)
+def _require_room(field: str, text: str, tokenizer: Tokenizer, max_model_len: int) -> None:
+    """Refuses a text that cannot fit, however few tokens its bytes make, before it is tokenised at a microsecond or so per byte."""
+    if max_model_len and (least := tokenizer.least_tokens(text)) >= max_model_len:
+        raise InvalidRequest(field, f"at least {least} tokens", f"at most {max_model_len - 1} (max_model_len - 1)")
 
 
 def _require_length(num_tokens: int, max_model_len: int) -> None:

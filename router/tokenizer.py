@@ -4,7 +4,6 @@ Read: `tokenizer.json`; the chat template from `chat_template.jinja`, else from 
 """
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,9 +35,8 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Int32) -> str:
         """Special tokens are left out, unknown ids too; what is no UTF-8 becomes U+FFFD."""
 
-    @property
-    def max_bytes_per_token(self) -> float:
-        """UTF-8 bytes of a prompt that one token can stand for, at most; inf where a token can swallow any number."""
+    def least_tokens(self, text: str) -> int:
+        """Tokens that a text has at least: a lower bound that costs much less than `encode`, 0 where none is known."""
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Messages of `role` and `content` as one text, up to where the assistant answers. Raises InvalidRequest."""
@@ -71,15 +69,20 @@ class ByteLevelTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.token_bytes: Sequence[bytes] = _token_bytes(self._tokenizer)
-        self.max_bytes_per_token = math.inf
-        if _is_lossless(json.loads(source), self.token_bytes):
-            added = [token.content.encode() for token in self._tokenizer.get_added_tokens_decoder().values()]
-            self.max_bytes_per_token = max(map(len, [*self.token_bytes, *added]))
+        added = [token.content.encode() for token in self._tokenizer.get_added_tokens_decoder().values()]
+        self._longest = max(map(len, [*self.token_bytes, *added]), default=0) if _is_lossless(json.loads(source)) else 0
+        """Bytes that one token can stand for, at most; 0: any number."""
+        known = set(self.token_bytes)
+        self._unknown = bytes(byte for byte in range(256) if bytes([byte]) not in known)
+        """Bytes that no token stands for: they are lost."""
         self._template = _load_chat_template(model_dir)
 
     @property
     def has_chat_template(self) -> bool:
         return self._template is not None
+
+    def least_tokens(self, text: str) -> int:
+        return -(-len(text.encode().translate(None, self._unknown)) // self._longest) if self._longest else 0
 
     def encode(self, text: str) -> Int32:
         return np.array(self._tokenizer.encode(text).ids, dtype=np.int32)
@@ -100,8 +103,6 @@ class NumberTokenizer:
     """Stands in where a model has no text: token 17 reads `<17> `."""
 
     has_chat_template = True
-    max_bytes_per_token = math.inf
-
     def __init__(self, vocab_size: int) -> None:
         self.token_bytes: Sequence[bytes] = [b"<%d> " % token_id for token_id in range(vocab_size)]
 
@@ -109,6 +110,9 @@ class NumberTokenizer:
         if re.fullmatch(r"\s*(<\d{1,9}>\s*)*", text) is None:
             raise InvalidRequest("text", repr(text[:32]), "without a tokenizer a prompt is token ids, written like <17> <18>")
         return np.array(re.findall(r"<(\d+)>", text), dtype=np.int32)
+
+    def least_tokens(self, text: str) -> int:
+        return text.count("<")
 
     def decode(self, token_ids: Int32) -> str:
         return join_bytes(self.token_bytes, token_ids).decode()
@@ -146,14 +150,13 @@ def _token_bytes(tokenizer: tokenizers.Tokenizer) -> list[bytes]:
     return table
 
 
-def _is_lossless(source: dict[str, Any], token_bytes: Sequence[bytes]) -> bool:
-    """Whether the tokens' bytes are the text's: nothing normalised, stripped, removed, or unknown."""
+def _is_lossless(source: dict[str, Any]) -> bool:
+    """Whether the tokens' bytes are the text's, but for unknown ones: nothing normalised, stripped or removed."""
     pre = source.get("pre_tokenizer") or {}
     parts = pre.get("pretokenizers", [pre])
     kept = all(part.get("type") in ("ByteLevel", "Digits", "Split") and part.get("behavior") != "Removed" for part in parts)
     stripped = any(added.get("lstrip") or added.get("rstrip") for added in source.get("added_tokens", []))
-    in_utf8 = {bytes([byte]) for byte in range(256) if byte not in (0xC0, 0xC1) and byte < 0xF5}
-    return source.get("normalizer") is None and kept and not stripped and in_utf8 <= set(token_bytes)
+    return source.get("normalizer") is None and kept and not stripped
 
 
 class _ChatTemplate:

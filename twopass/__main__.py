@@ -16,7 +16,7 @@ from twopass.errors import TwopassError
 
 P = ParamSpec("P")
 
-SERVER_COMMANDS = ("serve", "demo", "replay")
+SERVER_COMMANDS = ("serve", "plan", "demo", "replay")
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Disaggregated LLM serving.")
 console = Console(stderr=True, highlight=False)

@@ -264,8 +264,9 @@ def single(completions: list[Completion]) -> Completion:
 
 
 def require_single(options: GenerateOptions) -> None:
-    if options.get("n", 1) != 1:
-        raise InvalidRequest(f"n: {options['n']} is not allowed here: use generate_texts or chat_texts", field="n")
+    count = options.get("n")
+    if isinstance(count, int) and count > 1:
+        raise InvalidRequest(f"n: {count} is not allowed here: use generate_texts or chat_texts", field="n")
 
 
 def to_model_info(message: pb.GetModelInfoResponse) -> ModelInfo:

@@ -13,6 +13,8 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000
 SAMPLE_BYTES = 1024
+IGNORED_TENSORS = ("lm_head.weight", "rotary_emb.inv_freq")
+"""Old checkpoints hold what follows from the rest: a tied head, rotary frequencies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,31 +40,37 @@ def check_model_dir(model_dir: Path) -> ModelConfig:
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor a Llama checkpoint must hold, by its Hugging Face name; linear weights are [out, in]."""
+    """Shape of every tensor that a checkpoint must hold, by its Hugging Face name; linear weights are [out, in]."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    layer = {
-        "input_layernorm": (hidden,),
-        "self_attn.q_proj": (q_size, hidden),
-        "self_attn.k_proj": (kv_size, hidden),
-        "self_attn.v_proj": (kv_size, hidden),
-        "self_attn.o_proj": (hidden, q_size),
-        "post_attention_layernorm": (hidden,),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (q_size, hidden),
+        "self_attn.k_proj.weight": (kv_size, hidden),
+        "self_attn.v_proj.weight": (kv_size, hidden),
+        "self_attn.o_proj.weight": (hidden, q_size),
+        "post_attention_layernorm.weight": (hidden,),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
     }
+    if config.qkv_bias:
+        layer |= {"self_attn.q_proj.bias": (q_size,), "self_attn.k_proj.bias": (kv_size,), "self_attn.v_proj.bias": (kv_size,)}
+    if config.qk_norm:
+        layer |= {"self_attn.q_norm.weight": (config.head_dim,), "self_attn.k_norm.weight": (config.head_dim,)}
     for i in range(config.num_layers):
-        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
     return shapes
 
 
 def check_entries(model_dir: Path, config: ModelConfig, entries: dict[str, TensorEntry]) -> None:
-    """Raises ModelError for the first tensor that is missing or has another shape or dtype than the config says."""
-    for name, shape in expected_shapes(config).items():
+    """Raises ModelError for the first tensor that is missing, has another shape or dtype than the config says, or has no place in the
+    model: left out, its biases or scales would be missed in every answer."""
+    shapes = expected_shapes(config)
+    for name, shape in shapes.items():
         entry = entries.get(name)
         if entry is None:
             raise ModelError(f"{model_dir}: tensor {name} is missing, expected shape {list(shape)}")
@@ -70,6 +78,9 @@ def check_entries(model_dir: Path, config: ModelConfig, entries: dict[str, Tenso
             raise ModelError(f"{entry.file}: tensor {name} has shape {list(entry.shape)}, expected {list(shape)}")
         if entry.dtype not in DTYPE_BYTES:
             raise ModelError(f"{entry.file}: tensor {name} has dtype {entry.dtype}, expected one of {', '.join(DTYPE_BYTES)}")
+    for name in sorted(entries.keys() - shapes.keys()):
+        if not name.endswith(IGNORED_TENSORS):
+            raise ModelError(f"{entries[name].file}: tensor {name} has no place in a {config.architecture} with this config")
 
 
 def read_entries(model_dir: Path) -> dict[str, TensorEntry]:
@@ -89,6 +100,9 @@ def _weight_files(model_dir: Path) -> list[Path]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{index}: weight_map is missing or empty")
+    for file in weight_map.values():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ModelError(f"{index}: weight_map names {file}, expected a file beside it")
     return [model_dir / name for name in sorted(set(weight_map.values()))]
 
 

@@ -1,11 +1,13 @@
-"""Llama weights in memory: q/k/v and gate/up fused, bf16 linears packed for oneDNN where torch can.
+"""Weights of Llama and its kin in memory: q/k/v and gate/up fused, bf16 linears packed for oneDNN where torch can.
 
 h = embed[token]                                    [T, hidden]
-per layer:  h += o(attention(rope(qkv(norm(h)))))   qkv: [T, (num_heads + 2 num_kv_heads) head_dim], order q, k, v
+per layer:  h += o(attention(rope(qkv(norm(h)))))   qkv: [T, (num_heads + 2 num_kv_heads) head_dim], order q, k, v;
+                                                    with qk_norm: every head of q and k through its norm before rope
             h += down(silu(gate) * up)              gate_up: [T, 2 intermediate], order gate, up
 logits = lm_head(norm(h))                           [rows that sample, vocab]
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,8 @@ TORCH_DTYPES: dict[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": t
 class LlamaLayer:
     input_norm: torch.Tensor
     qkv: Linear
+    qk_norm: torch.Tensor | None
+    """[2, head_dim] norm weights of q's and of k's heads, if the model has them."""
     o: Linear
     post_norm: torch.Tensor
     gate_up: Linear
@@ -69,11 +73,14 @@ def build_model(config: ModelConfig, dtype: Dtype, read: Callable[[str], torch.T
     for i in range(config.num_layers):
         prefix = f"model.layers.{i}."
         qkv = torch.cat([read(f"{prefix}self_attn.{part}_proj.weight") for part in "qkv"])
+        bias = torch.cat([read(f"{prefix}self_attn.{part}_proj.bias") for part in "qkv"]) if config.qkv_bias else None
+        qk_norm = torch.stack([read(f"{prefix}self_attn.{part}_norm.weight") for part in "qk"]) if config.qk_norm else None
         gate_up = torch.cat([read(f"{prefix}mlp.{part}_proj.weight") for part in ("gate", "up")])
         layers.append(
             LlamaLayer(
                 input_norm=read(prefix + "input_layernorm.weight"),
-                qkv=make_linear(qkv),
+                qkv=make_linear(qkv, bias),
+                qk_norm=qk_norm,
                 o=make_linear(read(prefix + "self_attn.o_proj.weight")),
                 post_norm=read(prefix + "post_attention_layernorm.weight"),
                 gate_up=make_linear(gate_up),
@@ -95,23 +102,35 @@ def build_model(config: ModelConfig, dtype: Dtype, read: Callable[[str], torch.T
 
 
 def rope_tables(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of position * theta^(-2i / head_dim): float32 [max_position_embeddings, head_dim / 2]."""
-    frequency = config.rope_theta ** -(torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim)
-    angle = torch.arange(config.max_position_embeddings, dtype=torch.float64)[:, None] * frequency
+    """cos and sin of position * frequency: float32 [max_position_embeddings, head_dim / 2]."""
+    angle = torch.arange(config.max_position_embeddings, dtype=torch.float64)[:, None] * rope_frequencies(config)
     return angle.cos().float(), angle.sin().float()
 
 
-def make_linear(weight: torch.Tensor) -> Linear:
-    """`x @ weight.T` without bias; bf16 weights ([out, in]) are copied once into oneDNN's own layout where this torch offers it."""
+def rope_frequencies(config: ModelConfig) -> torch.Tensor:
+    """theta^(-2i / head_dim), scaled as the config says: float64 [head_dim / 2], radians per token."""
+    frequency = config.rope_theta ** -(torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequency
+    if scaling.low_freq_factor == math.inf:
+        return frequency / scaling.factor
+    turns = scaling.original_context * frequency / (2 * math.pi)
+    kept = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
+    return frequency * (kept + (1 - kept) / scaling.factor)
+
+
+def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    """`x @ weight.T + bias`; bf16 weights ([out, in]) are copied once into oneDNN's own layout where this torch offers it."""
     if weight.dtype is torch.bfloat16 and can_pack():
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
 
         def packed_linear(x: torch.Tensor) -> torch.Tensor:
-            y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+            y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
             return y
 
         return packed_linear
-    return lambda x: torch.nn.functional.linear(x, weight)
+    return lambda x: torch.nn.functional.linear(x, weight, bias)
 
 
 def can_pack() -> bool:

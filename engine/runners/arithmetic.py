@@ -19,6 +19,8 @@ import numpy.typing as npt
 
 from engine.row_sampling import GREEDY_BELOW
 from engine.runner import Batch, StepOutput
+from engine.runners.drafts import num_accepted
+from engine.runners.host_copies import HostCopies, nothing_sampled
 from protocol.messages import TokenLogprobs
 
 PRIME = 2**31 - 1
@@ -69,14 +71,27 @@ class ArithmeticRunner:
     `step_seconds`: what a step is said to have taken; without it `StepOutput.seconds` stays 0.
     """
 
-    def __init__(self, cache: Int64, vocab_size: int = VOCAB_SIZE, step_seconds: Callable[[Batch], float] | None = None) -> None:
+    def __init__(
+        self,
+        cache: Int64,
+        vocab_size: int = VOCAB_SIZE,
+        step_seconds: Callable[[Batch], float] | None = None,
+        *,
+        num_host_blocks: int = 0,
+    ) -> None:
         self._cache = cache
         self._vocab_size = vocab_size
         self._step_seconds = step_seconds
+        self.copies = HostCopies(cache, num_host_blocks)
         self._last = np.zeros(0, np.int32)
         """[num_rows] the newest token of every row, for batches in which it is still pending."""
 
     def execute(self, batch: Batch) -> StepOutput:
+        swapped_bytes, swap_seconds = self.copies.run(batch)
+        if not len(batch.rows):
+            return nothing_sampled(swapped_bytes, swap_seconds)
+        if len(self._last) < len(batch.token_ids):  # before it is read, too: the step before may have failed
+            self._last = np.resize(self._last, len(batch.token_ids))
         num_drafts = batch.num_drafts if batch.num_drafts is not None else np.zeros_like(batch.num_scheduled)
         self._write(batch)
         chosen = np.flatnonzero(batch.sample)
@@ -86,11 +101,16 @@ class ArithmeticRunner:
         token_ids[chosen] = targets
         counts = np.zeros(len(batch.rows), np.int32)
         counts[chosen] = num_accepted + 1
-        if len(self._last) < len(batch.token_ids):
-            self._last = np.resize(self._last, len(batch.token_ids))
         self._last[batch.rows[chosen]] = targets[np.arange(len(chosen)), num_accepted]
         seconds = self._step_seconds(batch) if self._step_seconds else 0.0
-        return StepOutput(token_ids=token_ids, counts=counts, seconds=seconds, logprobs=self._logprobs(batch, token_ids, counts))
+        return StepOutput(
+            token_ids=token_ids,
+            counts=counts,
+            seconds=seconds,
+            swapped_bytes=swapped_bytes,
+            swap_seconds=swap_seconds,
+            logprobs=self._logprobs(batch, token_ids, counts),
+        )
 
     def _write(self, batch: Batch) -> None:
         """Puts the KV of every scheduled token into its sequence's blocks."""
@@ -144,9 +164,7 @@ class ArithmeticRunner:
         first = (batch.num_computed + batch.num_scheduled)[chosen] - num_drafts
         offsets = np.minimum(np.arange(most), np.maximum(num_drafts - 1, 0)[:, None])
         drafts = batch.token_ids[batch.rows[chosen][:, None], first[:, None] + offsets]
-        right = (drafts == targets[:, :most]) & (np.arange(most) < num_drafts[:, None])
-        accepted: Int64 = np.cumprod(right, axis=1).sum(axis=1)
-        return accepted
+        return num_accepted(drafts, num_drafts, targets)
 
 
 def _ramps(counts: npt.NDArray[np.integer]) -> Int64:

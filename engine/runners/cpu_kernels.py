@@ -21,7 +21,7 @@ from engine.runners.cpu_simd import (
     make_weigh_values,
     make_widen_row,
 )
-from engine.runners.kernel_cache import compiled
+from engine.runners.kernel_cache import compiled, variant
 
 KEY_TILE = 128
 """Keys handled at a time by a prompt tile: scores and the tile's K and V stay in the L2 cache."""
@@ -130,7 +130,7 @@ def supports(head_dim: int, block_size: int) -> bool:
 def make_attention(head_dim: int, group: int, block_size: int, bf16: bool) -> Callable[..., None]:
     """Attention for `group` query heads per KV head; see `attention` inside for its arguments."""
     D, G, BS, HALF, BYTES = head_dim, group, block_size, head_dim // 2, 2 if bf16 else 4
-    R = tile_rows(group)
+    R, key = tile_rows(group), f"{head_dim}_{group}_{block_size}_{'bf16' if bf16 else 'f32'}"
     SCALE, LOW = np.float32(1.4426950408889634 / head_dim**0.5), np.float32(-1e30)
     COLUMNS = 32 if head_dim % 32 == 0 else 16
     dot_keys, NUM_DOT = make_dot_keys(D, G, KEY_TILE, bf16)
@@ -139,14 +139,17 @@ def make_attention(head_dim: int, group: int, block_size: int, bf16: bool) -> Ca
     prefetch = make_prefetch(BS * D * BYTES)
     score_product, value_product = make_product(32, D, KEY_TILE, KEY_TILE), make_product(COLUMNS, KEY_TILE, D, D)
 
-    @register_jitable
+    def part(function: Callable[..., Any]) -> Any:
+        return register_jitable(variant(function, key))
+
+    @part
     def rotate(x: Any, row: int, column: int, cos: Any, sin: Any, position: int, d: int) -> Any:
         """Elements d and d + HALF of one head, rotated."""
         first, second = load(x[row, column + d]), load(x[row, column + HALF + d])
         c, s = cos[position, d], sin[position, d]
         return first * c - second * s, second * c + first * s
 
-    @register_jitable
+    @part
     def place_token(t: int, qkv: Any, q: Any, positions: Any, slots: Any, cos: Any, sin: Any, cache: Any, layer: int) -> None:
         """Rotates and scales one token's q into float32, writes its k (rotated) and v into the cache."""
         num_kv_heads = cache.shape[3]
@@ -168,7 +171,7 @@ def make_attention(head_dim: int, group: int, block_size: int, bf16: bool) -> Ca
             for d in range(D):
                 values[offset, d] = qkv[t, column + d]
 
-    @register_jitable
+    @part
     def attend_token(
         t: int, head: int, table: Any, context: int, next_head: int, next_table: Any, q: Any, out: Any, cache: Any, layer: int, work: Any
     ) -> None:
@@ -212,7 +215,7 @@ def make_attention(head_dim: int, group: int, block_size: int, bf16: bool) -> Ca
             for d in range(D):
                 store(out, t, (head * G + g) * D + d, acc[g, d] * inverse)
 
-    @register_jitable
+    @part
     def attend_tile(t0: int, num: int, head: int, table: Any, position: int, q: Any, out: Any, cache: Any, layer: int, work: Any) -> None:
         """Tokens t0 .. t0 + num - 1, the first at `position`, causal: K and V tiles widened to float32 once for all rows."""
         scores, acc, peak, total, queries, keys_t, values = scratch(work)
@@ -265,7 +268,7 @@ def make_attention(head_dim: int, group: int, block_size: int, bf16: bool) -> Ca
             for d in range(D):
                 store(out, t0 + r // G, column + d, acc[r, d] * inverse)
 
-    @register_jitable
+    @part
     def scratch(work: Any) -> Any:
         """scores [R, KEY_TILE], acc [R, D], peak [R], total [R], queries [R, D], keys_t [D, KEY_TILE], values [KEY_TILE, D]."""
         a = R * KEY_TILE
@@ -305,7 +308,7 @@ def make_attention(head_dim: int, group: int, block_size: int, bf16: bool) -> Ca
                 else:
                     attend_tile(t0, num, head, tables[sequence], position, q, out, cache, layer, work[b])
 
-    compiled_attention: Callable[..., None] = compiled(attention, f"{D} {G} {BS} {bf16}")
+    compiled_attention: Callable[..., None] = compiled(attention, key)
     return compiled_attention
 
 
@@ -336,6 +339,31 @@ def norm(h: Any, weight: Any, eps: Any, out: Any) -> None:
     """RMS norm of every row of h [T, hidden]."""
     for row in prange(h.shape[0]):
         norm_row(h, row, weight, eps, out)
+
+
+@register_jitable
+def norm_heads_row(x: Any, row: int, weight: Any, eps: Any) -> None:
+    num_heads, head_dim = weight.shape
+    for head in range(num_heads):
+        column = head * head_dim
+        total = np.float32(0.0)
+        for d in range(head_dim):
+            value = load(x[row, column + d])
+            total += value * value
+        scale = np.float32(1.0) / np.sqrt(total / np.float32(head_dim) + eps)
+        for d in range(head_dim):
+            store(x, row, column + d, load(x[row, column + d]) * scale * weight[head, d])
+
+
+@compiled
+def norm_heads(x: Any, weight: Any, eps: Any) -> None:
+    """RMS norm, in place, of each of the leading heads of every row; `weight` [heads, head_dim], x [T, at least heads * head_dim]."""
+    if x.shape[0] < 8:
+        for row in range(x.shape[0]):
+            norm_heads_row(x, row, weight, eps)
+    else:
+        for row in prange(x.shape[0]):
+            norm_heads_row(x, row, weight, eps)
 
 
 @register_jitable

@@ -25,7 +25,8 @@ class CPUOps(Protocol):
         ...
 
     def attention(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """Rotates q and k, writes k and v into the plan's slots, attends causally over the paged cache: [T, num_heads * head_dim]."""
+        """Norms q and k where the model says so (`qkv` may change), rotates both, writes k and v into the plan's slots, attends causally
+        over the paged cache: [T, num_heads * head_dim]."""
         ...
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -48,6 +49,7 @@ class TorchOps:
         self.blocks, self.offsets = slots // block_size, slots % block_size
 
     def norm(self, h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Over the last dimension of any number of them."""
         scale = torch.rsqrt(h.square().mean(-1, keepdim=True) + self.model.config.rms_norm_eps)
         return (h * scale * weight.float()).to(self.model.dtype)
 
@@ -59,6 +61,9 @@ class TorchOps:
         config, plan = self.model.config, self.plan
         heads, kv_heads, block_size = config.num_heads, config.num_kv_heads, self.cache.shape[4]
         q, k, v = qkv.view(-1, heads + 2 * kv_heads, config.head_dim).split([heads, kv_heads, kv_heads], dim=1)
+        norms = self.model.layers[layer].qk_norm
+        if norms is not None:
+            q, k = self.norm(q.float(), norms[0]), self.norm(k.float(), norms[1])
         q = self._rotate(q)
         self.cache[self.blocks, layer, 0, :, self.offsets] = self._rotate(k)
         self.cache[self.blocks, layer, 1, :, self.offsets] = v

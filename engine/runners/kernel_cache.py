@@ -72,11 +72,20 @@ class KeyedCache(FunctionCache):  # type: ignore[misc]
         return signature, codegen.magic_tuple(), self._key
 
 
+def variant(function: Callable[..., Any], key: str) -> Callable[..., Any]:
+    """The function, named after the constants it closes over. Its symbols carry the name: without it those of two variants, compiled by
+    two processes, may be the same, and a third process that loads both would run one for the other."""
+    function.__qualname__ += f"_{key}"
+    return function
+
+
 def compiled(function: Callable[..., Any], key: str = "") -> Any:
     """The function compiled by numba on its first call, without the interpreter lock; in memory only where the cache cannot be written.
 
-    `key` names the constants that the function closes over.
+    `key` names the constants that the function closes over; functions that it calls and that close over any must be `variant`s.
     """
+    if key:
+        function = variant(function, key)
     dispatcher = numba.njit(function, fastmath=True, nogil=True, error_model="numpy", boundscheck=False, parallel=PARALLEL)
     try:
         dispatcher._cache = KeyedCache(function, key)

@@ -31,6 +31,12 @@ class NumbaOps:
         self._eps = np.float32(config.rms_norm_eps)
         norms = [norm for layer in model.layers for norm in (layer.input_norm, layer.post_norm)]
         self._weights = {id(norm): norm.float().numpy() for norm in (*norms, model.norm)}
+        heads = (config.num_heads, config.num_kv_heads)
+        self._qk_norms = [
+            None if layer.qk_norm is None else layer.qk_norm.float().repeat_interleave(torch.tensor(heads), dim=0).numpy()
+            for layer in model.layers
+        ]
+        """By layer: [num_heads + num_kv_heads, head_dim]"""
         self._work = np.zeros((self._num_threads, cpu_kernels.scratch_elements(config.head_dim, self._group)), dtype=np.float32)
         self._attention = cpu_kernels.make_attention(config.head_dim, self._group, self._block_size, model.dtype is torch.bfloat16)
         self._grow(16)
@@ -57,6 +63,9 @@ class NumbaOps:
 
     def attention(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         plan, out = self._plan, self._attended[: len(qkv)]
+        qk_norm = self._qk_norms[layer]
+        if qk_norm is not None:
+            cpu_kernels.norm_heads(_array(qkv), qk_norm, self._eps)
         self._attention(
             _array(qkv), layer, self._cache, self._q, _array(out), plan.positions, plan.slots, self._cos, self._sin,
             self._items, self._bins, plan.block_tables, self._work,
@@ -83,7 +92,7 @@ class NumbaOps:
         zero = np.zeros(0, dtype=np.int64)
         self._plan = StepPlan(
             token_ids=zero, positions=zero, slots=zero, starts=np.zeros(1, dtype=np.int64), contexts=zero,
-            block_tables=np.zeros((1, 1), dtype=np.int32), sampled=zero, sampled_tokens=zero,
+            block_tables=np.zeros((1, 1), dtype=np.int32), sampled=zero, num_drafts=zero, sampled_tokens=zero,
         )  # fmt: skip
         self._items, self._bins = np.zeros((0, 5), dtype=np.int64), np.zeros(2, dtype=np.int64)
         numba.set_num_threads(self._num_threads)

@@ -29,8 +29,10 @@ class StepPlan:
     """[B, widest of this batch]; beyond a sequence's own blocks anything may stand."""
     sampled: Int64
     """[S] sequences that choose a token, ascending."""
+    num_drafts: Int64
+    """[S] drafts at the end of each of them."""
     sampled_tokens: Int64
-    """[S] the last token of each of them, as an index into the T tokens."""
+    """[L] tokens after which one is chosen, as indices into the T tokens: the last known one of each of them, then its drafts."""
 
 
 def plan_step(batch: Batch, block_size: int) -> StepPlan:
@@ -44,6 +46,11 @@ def plan_step(batch: Batch, block_size: int) -> StepPlan:
     blocks = batch.block_tables[rows, positions // block_size].astype(np.int64)
     widest = -(-int(contexts.max()) // block_size)
     sampled = np.flatnonzero(batch.sample)
+    num_drafts, sampled_tokens = np.zeros(len(sampled), np.int64), starts[sampled + 1] - 1
+    if batch.num_drafts is not None:
+        num_drafts = batch.num_drafts[sampled].astype(np.int64)
+        num_chosen = 1 + num_drafts
+        sampled_tokens = np.repeat(sampled_tokens + 1 - np.cumsum(num_chosen), num_chosen) + np.arange(num_chosen.sum())
     return StepPlan(
         token_ids=batch.token_ids[rows, positions].astype(np.int64),
         positions=positions,
@@ -52,5 +59,6 @@ def plan_step(batch: Batch, block_size: int) -> StepPlan:
         contexts=contexts,
         block_tables=np.ascontiguousarray(batch.block_tables[batch.rows, :widest]),
         sampled=sampled,
-        sampled_tokens=starts[sampled + 1] - 1,
+        num_drafts=num_drafts,
+        sampled_tokens=sampled_tokens,
     )

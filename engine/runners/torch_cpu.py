@@ -1,23 +1,30 @@
 """The real model on CPU: torch linears, attention over a block-major paged cache.
 
+0. Blocks of preempted sequences are copied to the host, and back for those that go on.
 1. `plan_step` lays the batch flat: T tokens of B sequences, prompt chunks and decodes alike.
 2. Each layer computes all T tokens at once; attention writes K and V into the sequences' blocks, then reads them by block table.
-3. After the last layer's attention only the tokens that sample go on: the last of each sequence whose chunk ends it.
-4. One token is chosen for each (engine/sampling.py): the step's output.
+3. After the last layer's attention only the tokens that sample go on: of each sequence whose chunk ends it the last known one, and its
+   drafts.
+4. One token is chosen after each (engine/sampling.py); where drafts were verified, those that were chosen too stand: the step's output.
 """
 
 import time
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.models.llama import LlamaModel
 from engine.runner import Batch, StepOutput
 from engine.runners.cpu_ops import CPUOps, TorchOps
+from engine.runners.drafts import num_accepted
+from engine.runners.host_copies import HostCopies, nothing_sampled
 from engine.runners.step_plan import StepPlan, plan_step
 from engine.sampling import Contexts, choose, greedy
 from protocol.errors import CapacityError
 from protocol.messages import TokenLogprobs
+
+Int32 = npt.NDArray[np.int32]
 
 
 class TorchCPURunner:
@@ -26,7 +33,9 @@ class TorchCPURunner:
     Sets torch's thread count for the whole process. Raises CapacityError if `cache` is no whole number of blocks, or of fewer than 2.
     """
 
-    def __init__(self, model: LlamaModel, cache: torch.Tensor, *, block_size: int, num_threads: int) -> None:
+    def __init__(
+        self, model: LlamaModel, cache: torch.Tensor, *, block_size: int, num_threads: int, num_host_blocks: int = 0
+    ) -> None:
         config = model.config
         block_shape = (config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
         block_bytes = int(np.prod(block_shape)) * model.dtype.itemsize
@@ -35,28 +44,39 @@ class TorchCPURunner:
         torch.set_num_threads(num_threads)
         self.model, self.block_size = model, block_size
         self.cache = cache.view(model.dtype).view(-1, *block_shape)
+        self._copies = HostCopies(cache.view(-1, block_bytes).numpy(), num_host_blocks)
         self._ops = _make_ops(model, self.cache, num_threads)
+        self._last = np.zeros(0, np.int32)
+        """[num_rows] the newest token of every row, for batches in which it is still pending."""
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> StepOutput:
         started = time.perf_counter()
+        swapped_bytes, swap_seconds = self._copies.run(batch)
+        if not len(batch.rows):
+            return nothing_sampled(swapped_bytes, swap_seconds)
+        if len(self._last) < len(batch.token_ids):  # before it is read, too: the step before may have failed
+            self._last = np.resize(self._last, len(batch.token_ids))
         plan = plan_step(batch, self.block_size)
-        counts = batch.sample.astype(np.int32)
-        token_ids = np.zeros((len(counts), 1), dtype=np.int32)
+        if batch.pending is not None:
+            plan.token_ids[plan.starts[:-1][batch.pending]] = self._last[batch.rows[batch.pending]]
         logits = self.forward(plan)
-        logprobs: dict[int, list[TokenLogprobs]] = {}
-        if logits is not None and batch.sampling is None:
-            token_ids[plan.sampled, 0] = greedy(logits)
-        elif logits is not None and batch.sampling is not None:
+        if logits is None:
+            output = _accept(plan, np.zeros(0, np.int32), {})
+        elif batch.sampling is None:
+            output = _accept(plan, greedy(logits), {})
+        else:
+            rows = np.repeat(batch.rows[plan.sampled], 1 + plan.num_drafts)
+            num_known = (plan.positions[plan.sampled_tokens] + 1).astype(np.int32)
             last = plan.token_ids[plan.sampled_tokens].astype(np.int32)
-            num_known = plan.contexts[plan.sampled].astype(np.int32)
-            chosen, reports = choose(logits, batch.sampling, Contexts(batch.rows[plan.sampled], num_known, batch.token_ids, last))
-            token_ids[plan.sampled, 0] = chosen
-            logprobs = {int(plan.sampled[index]): [report] for index, report in reports.items()}
-        return StepOutput(token_ids=token_ids, counts=counts, seconds=time.perf_counter() - started, logprobs=logprobs)
+            output = _accept(plan, *choose(logits, batch.sampling, Contexts(rows, num_known, batch.token_ids, last)))
+        self._last[batch.rows[plan.sampled]] = output.token_ids[plan.sampled, output.counts[plan.sampled] - 1]
+        output.swapped_bytes, output.swap_seconds = swapped_bytes, swap_seconds
+        output.seconds = time.perf_counter() - started
+        return output
 
     def forward(self, plan: StepPlan) -> torch.Tensor | None:
-        """Logits [S, vocab_size] of the sampled tokens in the model's dtype; None if nothing samples. Writes the plan's KV."""
+        """Logits [L, vocab_size] after the sampled tokens in the model's dtype; None if nothing samples. Writes the plan's KV."""
         model, ops = self.model, self._ops
         ops.begin(plan)
         h = model.embed[torch.from_numpy(plan.token_ids)].float()
@@ -72,6 +92,23 @@ class TorchCPURunner:
             down = layer.down(ops.silu_mul(layer.gate_up(x)))
             x = ops.add_norm(h, down, model.layers[i + 1].input_norm if i + 1 < len(model.layers) else model.norm)
         return model.lm_head(x)
+
+
+def _accept(plan: StepPlan, chosen: Int32, reports: dict[int, TokenLogprobs]) -> StepOutput:
+    """Of what was chosen after each of the L sampled tokens, what stands. `reports`: by index in L."""
+    num_drafts, most = plan.num_drafts, int(plan.num_drafts.max(initial=0))
+    first = np.cumsum(1 + num_drafts) - 1 - num_drafts
+    index = first[:, None] + np.minimum(np.arange(1 + most), num_drafts[:, None])
+    targets = chosen[index]
+    accepted = num_accepted(plan.token_ids[plan.sampled_tokens[index[:, 1:]]], num_drafts, targets)
+    token_ids, counts = np.zeros((len(plan.contexts), 1 + most), np.int32), np.zeros(len(plan.contexts), np.int32)
+    token_ids[plan.sampled], counts[plan.sampled] = targets, accepted + 1
+    logprobs = {
+        sequence: [reports[ahead] for ahead in range(start, start + count)]
+        for sequence, start, count in zip(plan.sampled.tolist(), first.tolist(), (accepted + 1).tolist(), strict=True)
+        if start in reports
+    }
+    return StepOutput(token_ids=token_ids, counts=counts, logprobs=logprobs)
 
 
 def _make_ops(model: LlamaModel, cache: torch.Tensor, num_threads: int) -> CPUOps:

@@ -112,6 +112,7 @@ def test_blocks_come_from_the_number_or_the_bytes() -> None:
     ("override", "message"),
     [
         ("decode.num_blocks=1", r"decode\.kv_cache_bytes: too few for two blocks of 256 bytes"),
+        ("decode.num_gpus=1", r"decode\.num_gpus: 1, but the arithmetic runner computes on the CPU"),
         ("prefill.max_model_len=9999999", r"prefill\.max_model_len: 9999999 is more than the model's"),
     ],
 )

@@ -68,7 +68,7 @@ def run_without_server(*args: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([sys.executable, "-c", code, *args], cwd=ROOT, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("command", ["serve", "demo", "replay"])
+@pytest.mark.parametrize("command", ["serve", "plan", "demo", "replay"])
 def test_server_commands_say_what_is_missing(command: str) -> None:
     result = run_without_server(command, "--set", "a=b")
     assert result.returncode == 2

@@ -1,7 +1,6 @@
 """One prefill and one decode engine with the arithmetic runner, under a real Ray, through the client."""
 
 import random
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
@@ -10,33 +9,14 @@ import pytest
 
 from cluster.config import from_tree
 from cluster.serve import Deployment
-from engine.runners.arithmetic import expected_tokens
+from engine.runners.arithmetic import expected_logprobs, expected_tokens
 from tests.e2e.leftovers import none_left
-from twopass import Client, InvalidRequest
+from tests.e2e.watched import Running, await_idle
+from twopass import Client, InvalidRequest, TokenLogprobs
 
 pytestmark = pytest.mark.timeout(300)  # Ray starts in seconds alone, in a minute on a busy machine
 
 MAX_MODEL_LEN = 4096
-
-
-class Running:
-    """A deployment with a thread that watches it, as `twopass serve` does."""
-
-    def __init__(self, deployment: Deployment, events: "SimpleQueue[str]") -> None:
-        self.deployment, self.events = deployment, events
-        self.client = Client(f"127.0.0.1:{deployment.port}", timeout_s=60.0)
-        self._stopping = threading.Event()
-        self._watcher = threading.Thread(target=self._watch)
-        self._watcher.start()
-
-    def _watch(self) -> None:
-        while not self._stopping.is_set():
-            self.deployment.watch(0.05)
-
-    def close(self) -> None:
-        self._stopping.set()
-        self._watcher.join()
-        self.client.close()
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +48,20 @@ def test_a_prompt_seen_before_comes_from_the_prefix_cache(running: Running) -> N
     assert (first.usage.cached_tokens, second.usage.cached_tokens) == (0, 96)
 
 
+def test_sampled_answers_are_exact_and_every_token_has_its_logprobs(running: Running) -> None:
+    prompt = list(range(100, 300))
+    answers = running.client.generate_texts(prompt_token_ids=prompt, max_tokens=20, n=3, temperature=0.7, seed=41, logprobs=2)
+    assert [answer.index for answer in answers] == [0, 1, 2]
+    for seed, answer in enumerate(answers, 41):
+        assert answer.token_ids == expected_tokens(prompt, 20, seed=seed)
+        expected = [expected_logprobs(token_id, 2) for token_id in answer.token_ids]
+        assert answer.logprobs == [TokenLogprobs(e.chosen, dict(zip(e.top_token_ids, e.top, strict=True))) for e in expected]
+        assert answer.usage.completion_tokens == 60
+    loads = running.client.loads()
+    assert [load.role for load in loads.replicas] == ["prefill", "decode"]
+    assert running.client.server_info().ready
+
+
 @pytest.mark.parametrize(
     ("prompt", "options", "field"),
     [
@@ -91,7 +85,7 @@ def test_nothing_leaks_after_200_mixed_requests_with_cancels(running: Running) -
     seeds = range(200)
     with ThreadPoolExecutor(24) as threads:
         list(threads.map(lambda seed: _one(running.client, random.Random(seed)), seeds))
-    _await_idle(running.deployment)
+    await_idle(running.deployment)
     assert running.events.empty()
     for load in running.deployment.loads():
         assert load.in_flight == 0
@@ -113,19 +107,6 @@ def _one(client: Client, draw: random.Random) -> None:
                 break
     assert got == expected_tokens(prompt, len(got))
     assert len(got) == num_tokens or num_read < num_tokens
-
-
-def _await_idle(deployment: Deployment) -> None:
-    """Until every engine has sent two statuses that say it is idle: the baseline was checked between them."""
-    first: dict[str, int] = {}
-    while True:
-        loads = deployment.loads()
-        for load in loads:
-            status = load.status
-            if load.in_flight == 0 and status is not None and status.num_waiting + status.num_running + status.num_leases == 0:
-                first.setdefault(load.address.replica_id, status.seq)
-        if all(load.address.replica_id in first and load.status and load.status.seq > first[load.address.replica_id] + 1 for load in loads):
-            return
 
 
 @pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])

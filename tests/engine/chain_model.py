@@ -41,6 +41,10 @@ class ChainModel:
     """Right answers, for good drafts."""
     kv: dict[tuple[int, int], int] = field(default_factory=dict)
     """(block, offset) -> entry."""
+    host: dict[tuple[int, int], int] = field(default_factory=dict)
+    """The same of host blocks."""
+    copy_block_s: float = 0.0
+    """What a copy between cache and host is said to take; a token takes 1 ms."""
     last_output: dict[int, int] = field(default_factory=dict)
     """Row -> token sampled in the step before."""
 
@@ -60,8 +64,25 @@ class ChainModel:
             if position >= num_cached_tokens:
                 self.write(table, position, kv)
 
+    def scribble(self, block_ids: list[int]) -> None:
+        """A transfer has begun to write: what was in these blocks is gone."""
+        self.kv.update({(block, offset): -1 for block in block_ids for offset in range(self.block_size)})
+
+    def _swap(self, batch: Batch) -> float:
+        """Copies blocks whole, with what was never written in them. Returns the seconds it took."""
+        num_copies = 0
+        for pairs, source, destination in ((batch.swap_out, self.kv, self.host), (batch.swap_in, self.host, self.kv)):
+            for source_block, block in () if pairs is None else pairs.tolist():
+                num_copies += 1
+                for offset in range(self.block_size):
+                    destination.pop((block, offset), None)
+                    if (source_block, offset) in source:
+                        destination[block, offset] = source[source_block, offset]
+        return num_copies * self.copy_block_s
+
     def execute(self, batch: Batch) -> StepOutput:
-        width = 1 + (int(batch.num_drafts.max()) if batch.num_drafts is not None else 0)
+        swap_seconds = self._swap(batch)
+        width = 1 + (int(batch.num_drafts.max(initial=0)) if batch.num_drafts is not None else 0)
         token_ids = np.zeros((len(batch.rows), width), np.int32)
         counts = np.zeros(len(batch.rows), np.int32)
         outputs: dict[int, int] = {}
@@ -83,7 +104,8 @@ class ChainModel:
                 if ahead < drafts and tokens[start + num - drafts + ahead] != token_ids[index, ahead]:
                     break
         self.last_output = outputs
-        return StepOutput(token_ids=token_ids, counts=counts)
+        seconds = swap_seconds + batch.num_tokens / 1000
+        return StepOutput(token_ids=token_ids, counts=counts, seconds=seconds, swap_seconds=swap_seconds)
 
     def propose(self, key: RequestKey, token_ids: np.ndarray, max_num_drafts: int) -> list[int]:
         """Right ones, except that every fifth position gets a wrong one."""

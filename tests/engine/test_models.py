@@ -10,10 +10,18 @@ import torch
 from safetensors.torch import save_file
 
 from engine.models.checkpoint import check_model_dir
-from engine.models.config import eos_token_ids, kv_layout_fields, read_config
+from engine.models.config import RopeScaling, eos_token_ids, kv_layout_fields, read_config
 from engine.models.llama import load_model
 from protocol.errors import ModelError
 from tests.engine.tiny_llama import TINY, random_tensors, write_model_dir
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 def test_config_is_read_back(tmp_path: Path) -> None:
@@ -42,6 +50,37 @@ def test_newer_directories_keep_theta_in_rope_parameters(tmp_path: Path) -> None
     assert read_config(tmp_path).rope_theta == 5e5
 
 
+def test_older_directories_keep_scaling_in_rope_scaling_and_theta_beside_it(tmp_path: Path) -> None:
+    write_model_dir(tmp_path, rope_theta=5e5, rope_scaling=LLAMA3_ROPE)
+    config = read_config(tmp_path)
+    assert config.rope_theta == 5e5
+    assert config.rope_scaling == RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=8192)
+    write_model_dir(tmp_path, rope_scaling={"type": "linear", "factor": 4})
+    assert read_config(tmp_path).rope_scaling == RopeScaling(factor=4.0)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "longest"),
+    [
+        ("MistralForCausalLM", {"sliding_window": 64}, 64),
+        ("MistralForCausalLM", {"sliding_window": 4096}, 1024),
+        ("MistralForCausalLM", {"sliding_window": None}, 1024),
+        ("Qwen2ForCausalLM", {"sliding_window": 64, "use_sliding_window": False}, 1024),
+        ("Qwen2ForCausalLM", {"sliding_window": 64, "use_sliding_window": True}, 64),
+        ("LlamaForCausalLM", {"sliding_window": 64}, 1024),
+    ],
+)
+def test_sequences_stay_within_the_attention_window(tmp_path: Path, architecture: str, changes: dict[str, Any], longest: int) -> None:
+    write_model_dir(tmp_path, architectures=[architecture], **changes)
+    assert read_config(tmp_path).max_position_embeddings == longest
+
+
+@pytest.mark.parametrize("change", [{"qkv_bias": True}, {"qk_norm": True}])
+def test_parameters_are_counted(change: dict[str, Any]) -> None:
+    config = replace(TINY, **change)
+    assert config.num_parameters == sum(tensor.numel() for tensor in random_tensors(config).values())
+
+
 def test_fingerprint_follows_the_weights_and_not_the_place(tmp_path: Path) -> None:
     tensors = random_tensors(TINY)
     write_model_dir(tmp_path / "a", tensors=tensors)
@@ -59,7 +98,21 @@ def test_fingerprint_follows_the_weights_and_not_the_place(tmp_path: Path) -> No
         ({"architectures": None}, "architecture none is unknown"),
         ({"hidden_size": None}, "hidden_size is None, expected a positive integer"),
         ({"num_key_value_heads": 4}, "num_attention_heads 6 is no multiple of num_key_value_heads 4"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rope type is yarn, supported is default"),
+        ({"architectures": "MixtralForCausalLM"}, "architecture MixtralForCausalLM is unknown"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope type is yarn, supported are default, linear, llama3"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type is dynamic, supported are default, linear, llama3"),
+        ({"rope_scaling": {"type": "linear"}}, "factor is None, expected a positive number"),
+        ({"rope_scaling": LLAMA3_ROPE | {"low_freq_factor": "1"}}, "low_freq_factor is 1, expected a positive number"),
+        ({"rope_scaling": LLAMA3_ROPE | {"low_freq_factor": 4.0}}, "low_freq_factor 4.0 is not below high_freq_factor 4.0"),
+        ({"rope_scaling": [8.0]}, r"rope_scaling is \[8.0\], expected an object"),
+        ({"rope_theta": -1}, "rope_theta is -1, expected a positive number"),
+        ({"rms_norm_eps": True}, "rms_norm_eps is True, expected a positive number"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, supported is 1.0"),
+        ({"mlp_bias": True}, "mlp_bias is True, supported is False"),
+        ({"architectures": ["Qwen3ForCausalLM"], "head_dim": None}, "head_dim is None, expected a positive integer"),
+        ({"architectures": ["MistralForCausalLM"], "num_key_value_heads": None}, "num_key_value_heads is None, expected a positive"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "sliding_window is 0, expected a positive integer"),
+        ({"architectures": ["Qwen2ForCausalLM"], "attention_bias": True}, "attention_bias is True, supported is False"),
         ({"attention_bias": True}, "attention_bias is True, supported is False"),
         ({"hidden_act": "gelu"}, "hidden_act is gelu, supported is silu"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is present, supported is none"),
@@ -119,6 +172,26 @@ def test_missing_tensors_wrong_shapes_and_wrong_dtypes_are_named(tmp_path: Path)
             load_model(tmp_path, "float32")
 
 
+def test_tensors_without_a_place_are_named(tmp_path: Path) -> None:
+    tensors = random_tensors(TINY)
+    known = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(32), "lm_head.weight": torch.zeros(97, 96)}
+    write_model_dir(tmp_path, tensors=tensors | known)
+    check_model_dir(tmp_path)
+    for name in ("model.layers.0.self_attn.q_proj.bias", "model.layers.2.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight_scale"):
+        write_model_dir(tmp_path, tensors=tensors | {name: torch.zeros(4)})
+        with pytest.raises(ModelError, match=rf"model\.safetensors: tensor {name} has no place in a LlamaForCausalLM"):
+            check_model_dir(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["../model.safetensors", "/model.safetensors", 3])
+def test_an_index_names_files_beside_it(tmp_path: Path, file: object) -> None:
+    write_model_dir(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": file}}))
+    with pytest.raises(ModelError, match=rf"weight_map names {file}, expected a file beside it"):
+        check_model_dir(tmp_path)
+
+
 def test_shards_are_found_by_their_index(tmp_path: Path) -> None:
     tensors = random_tensors(TINY)
     write_model_dir(tmp_path, tensors=tensors)
@@ -148,3 +221,10 @@ def test_eos_comes_from_the_generation_config_first(tmp_path: Path, generation: 
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": config}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
     assert eos_token_ids(tmp_path) == expected
+
+
+@pytest.mark.parametrize("value", ["</s>", [2, "</s>"], {"id": 2}])
+def test_an_eos_that_is_no_token_id_is_refused(tmp_path: Path, value: object) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(ModelError, match=r"config\.json: eos_token_id is .*, expected a token id or a list of them"):
+        eos_token_ids(tmp_path)

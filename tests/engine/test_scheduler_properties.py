@@ -1,7 +1,7 @@
 """The scheduler under arbitrary loads: nobody's KV is touched by others, every answer is right, everything ends, nothing leaks."""
 
 from collections import Counter
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from hypothesis import HealthCheck, Phase, settings
@@ -43,10 +43,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             watermark=draw(st.sampled_from([0.0, 0.0, 0.2]), "watermark"),
             priority_aging_s=draw(st.sampled_from([0, 10]), "aging"),
             num_speculative_tokens=spec,
+            **self.preemption_knobs(draw),
         )
         num_blocks = draw(st.integers(4, 30), "num_blocks")
         self.model = ChainModel(num_blocks, self.config.block_size)
-        self.scheduler = Scheduler(self.config, num_blocks=num_blocks, eos_token_ids=(EOS,), proposer=self.model)
+        self.scheduler = Scheduler(
+            self.config,
+            num_blocks=num_blocks,
+            num_host_blocks=self.config.num_host_blocks,
+            eos_token_ids=(EOS,),
+            proposer=self.model,
+        )
         self.requests: dict[RequestKey, Request] = {}
         self.received: dict[RequestKey, list[int]] = {}
         self.unoffered: list[RequestKey] = []
@@ -56,6 +63,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.written: list[set[int]] = []
         """Blocks that each batch in flight writes into."""
         self.count = 0
+
+    def preemption_knobs(self, draw: Any) -> dict[str, Any]:
+        return {}
 
     # ---- what people do
 
@@ -149,14 +159,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not events.preempted or not self.batches
         assert not (events.preempted and events.reserved)
         assert len(events.preempted) <= preempted_before
+        for key in events.returned:
+            self._check_answer(key, complete=False)
         for reserved in events.reserved:
+            self.model.scribble(reserved.block_ids[reserved.num_cached_tokens // self.config.block_size :])
             if reserved.key in self.requests:
                 self.reserved.append(reserved)
         for key, _ in events.ended:
             self._check_answer(key, complete=False)
         if batch is None:
             return
-        assert 0 < batch.num_tokens <= self.config.max_num_batched_tokens
+        assert batch.num_tokens <= self.config.max_num_batched_tokens
+        assert batch.num_tokens or batch.swap_out is not None
         assert len(batch.rows) <= self.config.max_num_seqs
         assert len(set(batch.rows.tolist())) == len(batch.rows)
         assert (batch.num_scheduled > 0).all()
@@ -165,6 +179,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         ends = (batch.num_computed + batch.num_scheduled).tolist()
         chunks = zip(batch.rows.tolist(), batch.num_computed.tolist(), ends, strict=True)
         self.written.append({block for row, start, end in chunks for block in tables[row, start // size : -(-end // size)].tolist()})
+        if batch.swap_in is not None:
+            self.written[-1].update(batch.swap_in[:, 1].tolist())
 
     @precondition(lambda self: self.batches)
     @rule()

@@ -2,17 +2,18 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
 
-from protocol.errors import RequestError
-from protocol.messages import Address, Envelope, FinishReason, Message
+from protocol.errors import RequestCancelled, RequestError
+from protocol.messages import Address, Envelope, FinishReason, Message, TokenLogprobs
 from router.admission import ClientRequest
 from router.config import RouterConfig
 from router.frontdoor import Core, FrontDoor, Model
+from router.policy import Replica
 from router.request import Ended, Tokens, Usage
 from router.server import Server
 from router.tokenizer import NumberTokenizer, Tokenizer
@@ -28,6 +29,8 @@ class ScriptedCore:
         self.events: list[Tokens | Ended] = []
         self.max_model_len = 10_000
         self.ready = True
+        self.num_queued = 0
+        self.engines: list[Replica] = []
         self.calls: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
         self.cancelled: list[str] = []
         self.tick_error: Exception | None = None
@@ -41,11 +44,14 @@ class ScriptedCore:
     def cancel(self, request_id: str) -> None:
         self.calls.put_nowait(("cancel", request_id))
         self.cancelled.append(request_id)
-        self.end(request_id)
+        self.end(request_id, None, RequestCancelled("cancelled by the client"))
 
     def stop(self, request_id: str) -> None:
         self.calls.put_nowait(("stop", request_id))
         self.end(request_id, "stop")
+
+    def replicas(self) -> Iterator[Replica]:
+        return iter(self.engines)
 
     def handle(self, envelope: Envelope) -> None:
         self.calls.put_nowait(("handle", envelope))
@@ -57,8 +63,8 @@ class ScriptedCore:
     def drain(self, deadline_s: float) -> None:
         self.calls.put_nowait(("drain", deadline_s))
 
-    def tokens(self, request_id: str, *token_ids: int) -> None:
-        self.events.append(Tokens(request_id, np.array(token_ids, dtype=np.int32)))
+    def tokens(self, request_id: str, *token_ids: int, logprobs: tuple[TokenLogprobs, ...] = ()) -> None:
+        self.events.append(Tokens(request_id, np.array(token_ids, dtype=np.int32), logprobs))
 
     def end(self, request_id: str, finish_reason: FinishReason | None = None, error: RequestError | None = None) -> None:
         self.events.append(Ended(request_id, finish_reason, error, Usage(2, 1, 99), {"queue": 1e-6, "decode": 2e-6}, 1))
@@ -103,11 +109,11 @@ async def serving(core: Core, tokenizer: Tokenizer | None = None, **knobs: Any) 
         await server.stop(0.0)
 
 
-def scenario(test: Callable[[Serving], Awaitable[None]], core: Core | None = None, **knobs: Any) -> None:
-    """Runs `test` against a server; 30 s at most."""
+def scenario(test: Callable[[Serving], Awaitable[None]], core: Core | None = None, *, timeout_s: float = 30, **knobs: Any) -> None:
+    """Runs `test` against a server; `timeout_s` at most."""
 
     async def main() -> None:
         async with serving(core or ScriptedCore(), **knobs) as served:
             await test(served)
 
-    asyncio.run(asyncio.wait_for(main(), 30))
+    asyncio.run(asyncio.wait_for(main(), timeout_s))

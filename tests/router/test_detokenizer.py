@@ -108,3 +108,24 @@ def test_the_small_tokenizer_is_of_the_kind_that_is_served() -> None:
     assert any(len(data) > 1 and data.decode("utf-8", "ignore").encode() != data for data in TOKENIZER.token_bytes), (
         "a token cuts a character"
     )
+
+
+@given(
+    st.text(alphabet="ab", max_size=30),
+    st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.integers(0, 12),
+    st.booleans(),
+)
+def test_stop_strings_count_only_past_the_least_number_of_tokens(text: str, stop: list[str], min_tokens: int, include_stop: bool) -> None:
+    """One character a token. A stop string may begin before `min_tokens`, but not be complete by then."""
+    byte_of = {data: token_id for token_id, data in enumerate(TOKENIZER.token_bytes)}
+    detokenizer = Detokenizer(TOKENIZER, tuple(stop), include_stop=include_stop, min_tokens=min_tokens)
+    token_ids = np.array([byte_of[character.encode()] for character in text], dtype=np.int32)
+    piece, num_kept = detokenizer.push(token_ids)
+    ends = [end for end in range(min_tokens + 1, len(text) + 1) if any(text[:end].endswith(word) for word in stop)]
+    if not ends:
+        assert (piece + detokenizer.finish(), num_kept, detokenizer.stopped) == (text, len(text), False)
+        return
+    longest = max(len(word) for word in stop if text[: ends[0]].endswith(word))
+    assert (piece, num_kept) == (text[: ends[0] if include_stop else ends[0] - longest], ends[0])
+    assert detokenizer.stopped

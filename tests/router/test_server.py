@@ -9,8 +9,10 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.message import Message as ProtoMessage
+from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from hypothesis import HealthCheck, given, settings
 
 import twopass
 from protocol.errors import (
@@ -24,12 +26,14 @@ from protocol.errors import (
     RequestError,
     RequestFailed,
 )
-from protocol.messages import ROUTER_ID, Address, Envelope, Int32, PeerGap, RouterStatus
+from protocol.messages import ROUTER_ID, Address, Envelope, Hello, Int32, PeerGap, ReplicaStatus, RouterStatus, TokenLogprobs
 from router.admission import ClientRequest
 from router.config import RouterConfig
+from router.policy import Replica
 from router.router import Router
 from router.server import HARD_LIMIT_FACTOR, SERVICE
 from router.tokenizer import NumberTokenizer
+from tests.router.bad_requests import MAX_MODEL_LEN, bad_data
 from tests.router.scripted_core import VOCAB_SIZE, ScriptedCore, Serving, echo, scenario, serving
 from twopass import AsyncClient
 from twopass.proto import twopass_pb2 as pb
@@ -133,17 +137,19 @@ def test_a_bug_in_the_core_is_a_server_error() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"temperature": 0.7}, "temperature"),
+    ({"temperature": -0.1}, "temperature"),
     ({"temperature": float("nan")}, "temperature"),
-    ({"top_k": 5}, "top_k"),
-    ({"top_p": 0.9}, "top_p"),
-    ({"min_p": 0.1}, "min_p"),
-    ({"min_tokens": 3}, "min_tokens"),
-    ({"presence_penalty": 0.5}, "presence_penalty"),
-    ({"frequency_penalty": -0.5}, "frequency_penalty"),
-    ({"repetition_penalty": 1.1}, "repetition_penalty"),
-    ({"logprobs": 0}, "logprobs"),
-    ({"n": 2}, "n"),
+    ({"top_k": -2}, "top_k"),
+    ({"top_p": 0.0}, "top_p"),
+    ({"min_p": 1.1}, "min_p"),
+    ({"min_tokens": 3, "max_tokens": 2}, "min_tokens"),
+    ({"presence_penalty": 2.5}, "presence_penalty"),
+    ({"frequency_penalty": -2.5}, "frequency_penalty"),
+    ({"repetition_penalty": 0.0}, "repetition_penalty"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"logit_bias": {VOCAB_SIZE: 1.0}}, "logit_bias"),
+    ({"logit_bias": {5: 101.0}}, "logit_bias[5]"),
+    ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": -1}, "max_tokens"),
     ({"stop": ""}, "stop"),
@@ -185,6 +191,212 @@ def test_what_is_not_served_is_refused_by_name_before_the_core_sees_it() -> None
         assert s.core.calls.empty()
 
     scenario(test)
+
+
+def test_errors_carry_the_details_that_other_clients_know() -> None:
+    """google.rpc.RetryInfo and BadRequest, as grpc_status.rpc_status and other languages' libraries read them."""
+
+    def on_submit(core: ScriptedCore, request: ClientRequest) -> None:
+        raise Overloaded("full", retry_after_s=2.5)
+
+    async def details(address: str, request: pb.GenerateRequest) -> tuple[grpc.StatusCode, str, status_pb2.Status]:
+        async with grpc.aio.insecure_channel(address) as channel:
+            call = channel.unary_stream(f"/{SERVICE}/Generate")(request.SerializeToString())
+            code, text = await call.code(), await call.details()
+            return code, text, status_pb2.Status.FromString(dict(await call.trailing_metadata())["grpc-status-details-bin"])
+
+    async def test(s: Serving) -> None:
+        code, text, status = await details(s.address, pb.GenerateRequest(text="<1>"))
+        assert (status.code, status.message) == (code.value[0], text) == (grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], str(status.message))
+        retry = error_details_pb2.RetryInfo()
+        assert status.details[0].Unpack(retry)
+        assert retry.retry_delay.ToTimedelta().total_seconds() == 2.5
+        code, text, status = await details(s.address, pb.GenerateRequest(text="€" * 5000, request_id="é" * 90))
+        assert (status.code, status.message) == (code.value[0], text)
+        bad = error_details_pb2.BadRequest()
+        assert status.details[0].Unpack(bad)
+        assert bad.field_violations[0].field == "request_id"
+
+    scenario(test, ScriptedCore(on_submit))
+
+
+def test_five_thousand_bad_requests_leave_no_trace() -> None:
+    """Each is INVALID_ARGUMENT with the name of a field; none reaches the core, none hangs; then a good one is served."""
+    messages: list[bytes] = []
+
+    @settings(max_examples=5000, database=None, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @given(bad_data)
+    def collect(data: bytes) -> None:
+        messages.append(data)
+
+    collect()
+    assert len(messages) >= 5000
+
+    async def test(s: Serving) -> None:
+        s.core.max_model_len = MAX_MODEL_LEN
+        async with grpc.aio.insecure_channel(s.address) as channel:
+            generate = channel.unary_stream(f"/{SERVICE}/Generate")
+
+            async def send(data: bytes) -> None:
+                call = generate(data)
+                code, metadata = await call.code(), dict(await call.trailing_metadata())
+                assert (code, bool(metadata["invalid-field"])) == (grpc.StatusCode.INVALID_ARGUMENT, True), (data, await call.details())
+
+            for start in range(0, len(messages), 50):
+                await asyncio.gather(*map(send, messages[start : start + 50]))
+        assert s.core.calls.empty()
+        assert s.door.num_open == 0
+        async with AsyncClient(s.address) as client:
+            assert (await client.generate_text("<1>")).token_ids == [1]
+
+    scenario(test, ScriptedCore(echo), timeout_s=100)
+
+
+def test_several_answers_share_one_stream() -> None:
+    async def test(s: Serving) -> None:
+        async with AsyncClient(s.address) as client:
+            stream = client.generate(prompt_token_ids=[1, 2], n=3, temperature=1.0, seed=7, stop="<9>", request_id="mine", logprobs=1)
+            requests = [await s.next_submit() for _ in range(3)]
+            ids = [request.request_id for request in requests]
+            assert [request.sampling.seed for request in requests] == [7, 8, 9]
+            assert s.door.num_open == 3
+            with pytest.raises(twopass.InvalidRequest, match="still open"):
+                await client.generate_text(prompt_token_ids=[1], request_id="mine")
+            s.core.tokens(ids[1], 5, 9, 8, logprobs=tuple(TokenLogprobs(-0.5 * i, (4,), (-0.25,)) for i in range(3)))
+            s.door.pump()
+            first = await anext(stream)
+            assert (first.index, first.text, first.token_ids, first.finish_reason) == (1, "<5> ", [5, 9], "stop")
+            assert (first.request_id, first.prompt_tokens, first.usage, first.timing) == ("mine", 2, None, None)
+            assert first.logprobs == [twopass.TokenLogprobs(0.0, {4: -0.25}), twopass.TokenLogprobs(-0.5, {4: -0.25})]
+            assert await s.core.calls.get() == ("stop", ids[1])
+            s.core.tokens(ids[0], 6)
+            s.core.end(ids[0], "length")
+            s.core.tokens(ids[2], 7)
+            s.core.tokens(ids[2], 7)
+            s.core.end(ids[2], "stop")
+            s.door.pump()
+            rest = [chunk async for chunk in stream]
+        assert [(chunk.index, chunk.token_ids, chunk.finish_reason) for chunk in rest] == [(0, [6], "length"), (2, [7, 7], "stop")]
+        assert [chunk.request_id for chunk in rest] == [None, None]
+        assert rest[0].usage is None
+        assert rest[1].usage == twopass.Usage(prompt_tokens=2, cached_tokens=1, completion_tokens=5)
+        assert rest[1].timing is not None
+        assert sum(rest[1].timing.stages.values()) == pytest.approx(rest[1].timing.total_s)
+        assert s.core.calls.empty()
+        assert s.door.num_open == 0
+        async with AsyncClient(s.address) as client:
+            answers = client.generate_texts("<1>", n=2, temperature=1.0)
+            task = asyncio.create_task(answers)
+            for _ in range(2):
+                echo(s.core, await s.next_submit())
+            s.door.pump()
+            assert [(answer.index, answer.token_ids, answer.text) for answer in await task] == [(0, [1], "<1> "), (1, [1], "<1> ")]
+            with pytest.raises(twopass.InvalidRequest, match="generate_texts"):
+                await client.generate_text("<1>", n=2, temperature=1.0)
+
+    scenario(test)
+
+
+def test_of_several_answers_all_are_accepted_or_none() -> None:
+    def on_submit(core: ScriptedCore, request: ClientRequest) -> None:
+        if request.request_id.endswith("2"):
+            raise Overloaded("full", retry_after_s=1.0)
+
+    async def test(s: Serving) -> None:
+        async with AsyncClient(s.address) as client:
+            with pytest.raises(twopass.Overloaded):
+                await client.generate_texts("<1>", n=4, temperature=1.0)
+        assert [name for name, _ in (s.core.calls.get_nowait() for _ in range(4))] == ["submit", "submit", "cancel", "cancel"]
+        assert s.door.num_open == 0
+        assert s.core.calls.empty()
+
+    scenario(test, ScriptedCore(on_submit))
+
+
+def test_the_error_of_one_answer_ends_them_all() -> None:
+    async def test(s: Serving) -> None:
+        async with AsyncClient(s.address) as client:
+            stream = client.generate("<1>", n=2, temperature=1.0)
+            ids = [(await s.next_submit()).request_id for _ in range(2)]
+            s.core.end(ids[0], None, RequestFailed("3 attempts"))
+            s.door.pump()
+            with pytest.raises(twopass.Unavailable, match="3 attempts"):
+                await stream.read_all()
+            assert await s.core.calls.get() == ("cancel", ids[1])
+        assert s.door.num_open == 0
+
+    scenario(test)
+
+
+def test_abort_ends_all_answers_of_a_request_of_any_client() -> None:
+    async def test(s: Serving) -> None:
+        async with AsyncClient(s.address) as client, AsyncClient(s.address) as other:
+            stream = client.generate("<1>", n=2, temperature=1.0, request_id="mine")
+            ids = [(await s.next_submit()).request_id for _ in range(2)]
+            assert not await other.abort("yours")
+            assert await other.abort("mine")
+            with pytest.raises(twopass.Cancelled):
+                await stream.read_all()
+            assert s.core.cancelled == ids
+            with pytest.raises(twopass.InvalidRequest) as caught:
+                await other.abort("")
+            assert caught.value.field == "request_id"
+        assert s.door.num_open == 0
+
+    scenario(test)
+
+
+def test_server_info_and_loads() -> None:
+    core = ScriptedCore()
+    hello = Hello(
+        role="decode", layout_fingerprint=b"l", block_size=16, num_blocks=100, max_num_seqs=8, max_model_len=10_000, endpoint=b""
+    )
+    status = ReplicaStatus(
+        state="up",
+        seq=3,
+        num_waiting=1,
+        num_running=2,
+        num_leases=0,
+        num_pulls=4,
+        num_early_handoffs=0,
+        num_free_blocks=60,
+        transport="shared_memory",
+        counters={"steps": 9.0},
+        last_trays=({"a": 5, "b": 1},),
+    )
+    core.engines = [
+        Replica(Address("decode-0", 7), hello, time.monotonic() - 2.0, "up", 3, status=status),
+        Replica(Address("decode-1", 8), hello, time.monotonic(), "suspected"),
+    ]
+    core.num_queued = 5
+
+    async def test(s: Serving) -> None:
+        async with AsyncClient(s.address) as client:
+            info = await client.server_info()
+            assert (info.model, info.max_model_len, info.ready, info.max_queue) == ("arithmetic", 10_000, True, 1024)
+            assert info.max_message_bytes == MAX_BYTES
+            assert info.uptime_s > 0
+            loads = await client.loads()
+        assert (loads.num_open, loads.num_queued) == (0, 5)
+        first, second = loads.replicas
+        assert (first.replica_id, first.epoch, first.role, first.state, first.in_flight) == ("decode-0", 7, "decode", "up", 3)
+        assert (first.num_blocks, first.block_size, first.max_num_seqs) == (100, 16, 8)
+        assert (first.num_waiting, first.num_running, first.num_free_blocks, first.num_leases, first.num_pulls) == (1, 2, 60, 0, 4)
+        assert (first.transport, first.counters, first.last_trays) == ("shared_memory", {"steps": 9.0}, [{"a": 5, "b": 1}])
+        assert first.age_s >= 2.0
+        assert (second.state, second.num_waiting, second.last_trays) == ("suspected", None, [])
+
+    scenario(test, core)
+
+
+def test_a_stop_string_may_be_part_of_the_text() -> None:
+    async def test(s: Serving) -> None:
+        async with AsyncClient(s.address) as client:
+            params: dict[str, Any] = {"stop": "<6>", "min_tokens": 2, "include_stop_str_in_output": True}
+            done = await client.generate_text(prompt_token_ids=[5, 6, 7, 6, 8], **params)
+            assert (done.text, done.token_ids, done.finish_reason) == ("<5> <6> <7> <6>", [5, 6, 7, 6], "stop")
+
+    scenario(test, ScriptedCore(echo))
 
 
 def test_values_that_change_nothing_are_served() -> None:

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, normalizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Library
 
 from protocol.errors import InvalidRequest, ModelError
 from protocol.messages import Int32
@@ -115,15 +116,30 @@ def test_numbers_where_there_is_no_tokenizer(tmp_path: Path) -> None:
                 tokenizer.encode(text)
 
 
-def test_bytes_per_token_are_known_where_tokens_are_the_text_itself(tmp_path: Path) -> None:
-    assert SMALL.max_bytes_per_token == max(map(len, [*SMALL.token_bytes, b"<|start|>"]))
-    assert NumberTokenizer(20).max_bytes_per_token == float("inf"), "any number of blanks lies between two"
+@given(st.text(max_size=60) | st.sampled_from(["<|start|>" * 9, "größer" * 9, "\x00\x04" * 9]))
+def test_the_least_number_of_tokens_is_no_more_than_there_are(text: str) -> None:
+    assert SMALL.least_tokens(text) <= len(SMALL.encode(text))
+    assert SMALL.least_tokens(text) >= len(text.encode()) / 30
+
+
+def test_no_least_number_is_named_where_tokens_swallow_text(tmp_path: Path) -> None:
+    text = " " * 500 + "<mask>"
     library = write_model_dir(tmp_path)
     library.add_special_tokens([AddedToken("<mask>", lstrip=True)])
     library.save(str(tmp_path / "tokenizer.json"))
-    assert ByteLevelTokenizer(tmp_path).max_bytes_per_token == float("inf")
-    assert len(ByteLevelTokenizer(tmp_path).encode(" " * 50 + "<mask>")) == 1
+    swallowing = ByteLevelTokenizer(tmp_path)
+    assert (len(swallowing.encode(text)), swallowing.least_tokens(text)) == (1, 0)
     library = write_model_dir(tmp_path)
-    library.normalizer = normalizers.NFC()
+    library.normalizer = normalizers.Strip()
     library.save(str(tmp_path / "tokenizer.json"))
-    assert ByteLevelTokenizer(tmp_path).max_bytes_per_token == float("inf")
+    stripping = ByteLevelTokenizer(tmp_path)
+    assert (len(stripping.encode(" " * 500)), stripping.least_tokens(" " * 500)) == (0, 0)
+    assert NumberTokenizer(20).least_tokens("<17> <18>" + " " * 500) == 2
+
+
+def test_bytes_that_no_token_stands_for_count_for_nothing(tmp_path: Path) -> None:
+    library = Library(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
+    library.pre_tokenizer, library.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = ByteLevelTokenizer(tmp_path)
+    assert (tokenizer.least_tokens("a€€€b"), len(tokenizer.encode("a€€€b"))) == (2, 2)

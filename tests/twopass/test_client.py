@@ -64,6 +64,29 @@ def test_chat_tokenize_and_model_info() -> None:
     blocking(test)
 
 
+def test_several_answers_and_what_goes_on_there() -> None:
+    def test(address: str, s: Serving) -> None:
+        with Client(address) as c:
+            messages = [{"role": "user", "content": "<5>"}]
+            for answers in (c.generate_texts("<5>", n=2, temperature=1.0, logprobs=0), c.chat_texts(messages, n=2, temperature=1.0)):
+                assert [(answer.index, answer.token_ids) for answer in answers] == [(0, [5]), (1, [5])]
+                assert [answer.usage for answer in answers] == [twopass.Usage(1, 1, 2)] * 2
+            with pytest.raises(twopass.InvalidRequest, match="chat_texts"):
+                c.chat_text(messages, n=2)
+            with pytest.raises(twopass.InvalidRequest, match="read_all"):
+                c.generate("<1>", n=2, temperature=1.0).read()
+            assert c.server_info().ready
+            assert c.loads() == twopass.Loads(0, 0, [])
+            assert not c.abort("nobody")
+            stream = c.generate(prompt_token_ids=[SILENT], request_id="mine")
+            assert next(stream).token_ids == [SILENT]
+            assert c.abort("mine")
+            with pytest.raises(twopass.Cancelled):
+                next(stream)
+
+    blocking(test)
+
+
 @pytest.mark.parametrize("how", ["close", "with", "drop", "client"])
 def test_leaving_a_stream_cancels_the_request(how: str) -> None:
     def test(address: str, s: Serving) -> None:
@@ -152,6 +175,8 @@ NOT_A_REQUEST: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "<1>", "seed": 2**63}, "seed"),
     ({"prompt": "<1>", "stop": [3]}, "stop"),
     ({"prompt": "<1>", "request_id": 3}, "request_id"),
+    ({"prompt": "<1>", "logit_bias": {"a": 1.0}}, "logit_bias"),
+    ({"prompt": "<1>", "logit_bias": {5: "b"}}, "logit_bias"),
     ({"prompt": "<1>", "maximum_tokens": 3}, "maximum_tokens"),
 ]
 
@@ -203,6 +228,11 @@ def test_a_closed_client_says_so() -> None:
 ODD_ENDINGS: dict[str, list[pb.GenerateResponse]] = {
     "nothing": [],
     "no end": [pb.GenerateResponse(text="a")],
+    "no usage": [pb.GenerateResponse(text="a", finish_reason=pb.FINISH_REASON_STOP)],
+    "no end of one answer": [
+        pb.GenerateResponse(text="a"),
+        pb.GenerateResponse(index=1, finish_reason=pb.FINISH_REASON_STOP, usage=pb.Usage(), timing=pb.Timing()),
+    ],
     "an unknown end": [pb.GenerateResponse(text="a", finish_reason=pb.FINISH_REASON_UNSPECIFIED)],
 }
 

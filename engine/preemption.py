@@ -1,0 +1,96 @@
+"""How a sequence that loses its blocks gets its KV back.
+
+`recompute` here, `swap` to host memory and back, or `remote`: a fresh prefill in the prefill pool. A pure choice from counts and measured
+speeds. What it compares is *sequence-seconds*: seconds of delay times sequences delayed.
+Recomputing and copying hold up everybody who runs here; a fresh prefill elsewhere holds up the victim alone.
+"""
+
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from engine.runner import Batch, StepOutput
+
+Mode = Literal["recompute", "swap", "remote"]
+Reason = Literal["configured", "host_full", "no_room", "unmeasured", "cheapest"]
+
+REMOTE_OVERHEAD_S = 0.1
+"""Estimate of what a fresh prefill takes beside computing and copying: messages, two queues, a reservation."""
+_WEIGHT = 0.2
+"""Of the newest measurement in an average."""
+
+
+class Victim(NamedTuple):
+    num_tokens: int
+    """Known."""
+    num_computed: int
+    num_blocks: int
+    """That hold the computed ones."""
+    num_running: int
+    """Sequences in the batch, the victim included."""
+
+
+class Choice(NamedTuple):
+    """`host_full`, `no_room`: what the knob asks for was not to be had. `unmeasured`: chosen to learn what it costs."""
+
+    mode: Mode
+    reason: Reason
+
+
+class Costs:
+    """Moving averages of what was measured here; None until it was. Seconds for one prompt token, one decode step, one block one way."""
+
+    def __init__(self) -> None:
+        self.prompt_token_s: float | None = None
+        self.decode_step_s: float | None = None
+        self.copy_block_s: float | None = None
+
+    def observe(self, batch: Batch, output: StepOutput) -> None:
+        """Learns from one executed step; one without a duration teaches nothing."""
+        num_copied = sum(len(pairs) for pairs in (batch.swap_out, batch.swap_in) if pairs is not None)
+        if num_copied and output.swap_seconds > 0:
+            self.copy_block_s = _average(self.copy_block_s, output.swap_seconds / num_copied)
+        seconds = output.seconds - output.swap_seconds
+        if seconds <= 0 or not len(batch.rows):
+            return
+        num_decodes = int(np.count_nonzero(batch.num_scheduled - (0 if batch.num_drafts is None else batch.num_drafts) == 1))
+        if num_decodes == len(batch.rows):
+            self.decode_step_s = _average(self.decode_step_s, seconds)
+            return
+        decodes_s = (self.decode_step_s or 0.0) if num_decodes else 0.0
+        num_prompt_tokens = batch.num_tokens - num_decodes
+        # Never less than the step's mean: decodes that went faster than usual do not make prompts free.
+        prompts_s = max(seconds - decodes_s, seconds * num_prompt_tokens / batch.num_tokens)
+        self.prompt_token_s = _average(self.prompt_token_s, prompts_s / num_prompt_tokens)
+
+
+def choose(
+    knob: Literal["recompute", "swap", "remote", "auto"], victim: Victim, costs: Costs, *, num_host_free: int, has_room: bool
+) -> Choice:
+    """`num_host_free`: host blocks; `has_room`: the prefill pool could take the victim's known tokens."""
+    fits_host = victim.num_blocks <= num_host_free
+    if knob == "swap":
+        return Choice("swap", "configured") if fits_host else Choice("recompute", "host_full")
+    if knob == "remote":
+        return Choice("remote", "configured") if has_room else Choice("recompute", "no_room")
+    if knob == "auto":
+        return _cheapest(victim, costs, fits_host=fits_host, has_room=has_room)
+    return Choice("recompute", "configured")
+
+
+def _cheapest(victim: Victim, costs: Costs, *, fits_host: bool, has_room: bool) -> Choice:
+    if costs.prompt_token_s is None:
+        return Choice("recompute", "unmeasured")
+    if fits_host and costs.copy_block_s is None:
+        return Choice("swap", "unmeasured")
+    copy_s = victim.num_blocks * (costs.copy_block_s or 0.0)
+    price: dict[Mode, float] = {"recompute": victim.num_computed * costs.prompt_token_s * victim.num_running}
+    if fits_host:
+        price["swap"] = 2 * copy_s * victim.num_running
+    if has_room:
+        price["remote"] = REMOTE_OVERHEAD_S + victim.num_tokens * costs.prompt_token_s + copy_s
+    return Choice(min(price, key=price.__getitem__), "cheapest")
+
+
+def _average(before: float | None, now: float) -> float:
+    return now if before is None else before + _WEIGHT * (now - before)

@@ -1,0 +1,55 @@
+"""What a killed supervisor left is removed by the next one; what a live one uses is not."""
+
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cluster.ray_handles import PrivateFolder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """As a supervisor that has died since would have made it."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    path = tmp_path / f"twopass-{process.pid}-abc"
+    (path / "session" / "logs").mkdir(parents=True)
+    return path
+
+
+def test_the_next_one_removes_what_the_dead_left(folder: Path) -> None:
+    mine = PrivateFolder.create(folder.parent)
+    assert not folder.exists()
+    assert mine.path.is_dir()
+    mine.remove()
+    assert list(folder.parent.iterdir()) == []
+
+
+def test_a_live_one_is_left_alone(tmp_path: Path) -> None:
+    first, second = PrivateFolder.create(tmp_path), PrivateFolder.create(tmp_path)
+    assert first.path.is_dir() and second.path.is_dir()
+    first.remove()
+    second.remove()
+
+
+def test_a_lock_counts_more_than_a_pid_that_is_not_seen_here(folder: Path) -> None:
+    """Containers may share /tmp and not see each other's processes."""
+    fd = os.open(folder, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    PrivateFolder.create(folder.parent).remove()
+    assert folder.is_dir()
+    os.close(fd)
+    PrivateFolder.create(folder.parent).remove()
+    assert not folder.exists()
+
+
+def test_other_folders_are_not_ours(tmp_path: Path) -> None:
+    for name in ("twopass-abc-def", "twopass-1", "other-99999999-abc"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "twopass-99999999-file").touch()
+    PrivateFolder.create(tmp_path).remove()
+    assert len(list(tmp_path.iterdir())) == 4

@@ -1,0 +1,84 @@
+"""The job files: what they run is a valid configuration, and the limits around it leave room for it and for its drain."""
+
+import shlex
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cluster.cli import DRAIN_S
+from cluster.config import ClusterConfig, load
+
+ROOT = Path(__file__).parents[2]
+
+
+def options(arguments: list[str], name: str) -> list[str]:
+    """Values of an option that may be given several times."""
+    return [value for flag, value in pairwise(arguments) if flag == name]
+
+
+@pytest.fixture(scope="module")
+def documents() -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((ROOT / "deploy" / "ray_job.yaml").read_text()))
+
+
+@pytest.fixture(scope="module")
+def job(documents: list[dict[str, Any]]) -> dict[str, Any]:
+    spec: dict[str, Any] = documents[0]["spec"]
+    return spec
+
+
+@pytest.fixture(scope="module")
+def head(job: dict[str, Any]) -> dict[str, Any]:
+    spec: dict[str, Any] = job["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
+    return spec
+
+
+@pytest.fixture(scope="module")
+def arguments(job: dict[str, Any]) -> list[str]:
+    return shlex.split(job["entrypoint"])
+
+
+@pytest.fixture(scope="module")
+def config(arguments: list[str]) -> ClusterConfig:
+    return load(ROOT / options(arguments, "--config")[0], options(arguments, "--set"))
+
+
+def test_the_entrypoint_opens_the_ports_that_the_pod_and_the_service_name(
+    arguments: list[str], config: ClusterConfig, head: dict[str, Any], documents: list[dict[str, Any]]
+) -> None:
+    assert arguments[:4] == ["python", "-m", "cluster", "serve"]
+    named = {port["name"]: port["containerPort"] for port in head["containers"][0]["ports"]}
+    assert (config.router.grpc_port, config.router.metrics_port) == (named["grpc"], named["metrics"])
+    assert (config.router.grpc_host, config.router.metrics_host) == ("0.0.0.0", "0.0.0.0")
+    service = documents[1]["spec"]
+    labels = documents[0]["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["metadata"]["labels"]
+    assert service["selector"].items() <= labels.items()
+    assert {port["targetPort"] for port in service["ports"]} <= named.keys()
+
+
+def test_the_drain_ends_before_ray_and_the_kubelet_lose_patience(job: dict[str, Any], arguments: list[str], head: dict[str, Any]) -> None:
+    (drain_s,) = map(float, options(arguments, "--drain-s"))
+    stop_wait_s = int(yaml.safe_load(job["runtimeEnvYAML"])["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"])
+    assert drain_s == DRAIN_S
+    assert drain_s < stop_wait_s < head["terminationGracePeriodSeconds"]
+    assert head["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][-1] == job["jobId"]
+
+
+def test_engines_and_their_memory_fit_into_the_pod(job: dict[str, Any], config: ClusterConfig, head: dict[str, Any]) -> None:
+    container = head["containers"][0]
+    num_threads = sum(pool.replicas * pool.num_threads for pool in (config.prefill, config.decode))
+    assert num_threads <= int(container["resources"]["limits"]["cpu"])
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    (shared,) = [volume["emptyDir"]["sizeLimit"] for volume in head["volumes"] if mounts[volume["name"]] == "/dev/shm"]
+    object_store_bytes = int(job["rayClusterSpec"]["headGroupSpec"]["rayStartParams"]["object-store-memory"])
+    assert config.prefill.replicas * config.prefill.engine.kv_cache_bytes + object_store_bytes < int(shared.removesuffix("Gi")) * 1024**3
+    assert config.model is not None and config.model.startswith(f"{mounts['models']}/")
+
+
+def test_four_gpus_are_four_engines() -> None:
+    config = load(ROOT / "deploy" / "4xh100.yaml")
+    assert [(pool.replicas, pool.num_gpus) for pool in (config.prefill, config.decode)] == [(2, 1), (2, 1)]
+    assert config.model is not None and (ROOT / config.model / "config.json").is_file()

@@ -1,0 +1,140 @@
+"""Processes are killed while sixty answers stream: engines without anybody noticing, the router with one clear error for each."""
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+
+import pytest
+
+from cluster.config import from_tree
+from cluster.serve import Deployment
+from engine.runners.arithmetic import expected_tokens
+from tests.e2e.leftovers import descendants, none_left
+from tests.e2e.watched import Running, await_idle
+from twopass import Client, Unavailable
+
+pytestmark = pytest.mark.timeout(300)  # Ray starts in seconds alone, in a minute on a busy machine
+
+NUM_STREAMS = 60
+SERVED_AGAIN_S = 10.0
+"""Deadline of the first request after a death."""
+ENGINES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    pool = {"replicas": 2, "max_model_len": 1024, "max_num_batched_tokens": 256, "max_num_seqs": 64, "num_blocks": 2048}
+    router = {"grpc_port": 0, "metrics_port": 0, "status_interval_s": 0.2, "max_attempts": 8}
+    events: SimpleQueue[str] = SimpleQueue()
+    with (
+        none_left(),
+        Deployment(from_tree({"runner": "arithmetic", "prefill": pool, "decode": pool, "router": router}), events.put) as deployment,
+    ):
+        running = Running(deployment, events)
+        yield running
+        running.close()
+
+
+class Streams:
+    """`NUM_STREAMS` clients, each with one request after the other, every token checked."""
+
+    def __init__(self, client: Client) -> None:
+        self.num_streaming = threading.Semaphore(0)
+        """Released once by each client as soon as it has its first token."""
+        self._client = client
+        self._ending = threading.Event()
+
+    def run(self, seed: int) -> int:
+        """Number of answers, all complete and right. Raises what the client raises."""
+        draw, num_answers = random.Random(seed), 0
+        while not self._ending.is_set():
+            prompt, num_tokens = [draw.randrange(500) for _ in range(draw.choice((3, 16, 200)))], draw.randrange(50, 250)
+            got: list[int] = []
+            for chunk in self._client.generate(prompt_token_ids=prompt, max_tokens=num_tokens):
+                if not got and not num_answers:
+                    self.num_streaming.release()
+                got += chunk.token_ids
+            assert got == expected_tokens(prompt, num_tokens)
+            num_answers += 1
+        return num_answers
+
+    def end(self) -> None:
+        """No client begins another request."""
+        self._ending.set()
+
+
+@contextmanager
+def streaming(client: Client) -> Iterator[list["Future[int]"]]:
+    """All streams have begun when this yields; all have ended after it."""
+    streams = Streams(client)
+    with ThreadPoolExecutor(NUM_STREAMS) as threads:
+        try:
+            futures = [threads.submit(streams.run, seed) for seed in range(NUM_STREAMS)]
+            for _ in range(NUM_STREAMS):
+                assert streams.num_streaming.acquire(timeout=60)
+            yield futures
+        finally:
+            streams.end()
+
+
+def await_back(running: Running, name: str) -> None:
+    while running.events.get(timeout=60) != f"{name} is back":
+        continue
+
+
+def assert_clean(running: Running) -> None:
+    """Every engine idle at its baseline, one shared-memory file per prefill engine and none of a dead one."""
+    await_idle(running.deployment)
+    loads = running.deployment.loads()
+    assert sorted(load.address.replica_id for load in loads) == sorted(ENGINES)
+    for load in loads:
+        assert load.in_flight == 0
+        assert load.status is not None
+        assert load.status.num_free_blocks == load.hello.num_blocks - 1
+    assert len(list(Path("/dev/shm").glob(f"{running.deployment.prefix}*"))) == 2
+
+
+def test_every_engine_is_killed_once_and_no_stream_notices(running: Running) -> None:
+    with streaming(running.client) as streams:
+        for victim in ENGINES:
+            os.kill(running.deployment.actor(victim).call("pid"), signal.SIGKILL)
+            answer = running.client.generate_text(prompt_token_ids=[1, 2], max_tokens=3, timeout_s=SERVED_AGAIN_S)
+            assert answer.token_ids == expected_tokens([1, 2], 3)
+            await_back(running, victim)
+    assert sum(stream.result() for stream in streams) >= NUM_STREAMS
+    assert_clean(running)
+
+
+def test_a_killed_router_ends_its_streams_and_comes_back_on_its_port(running: Running) -> None:
+    port, epoch = running.deployment.port, running.deployment.actor("router").address.epoch
+    router = next(pid for pid, command in descendants(os.getpid()).items() if "RouterActor" in command)
+    with streaming(running.client) as streams:
+        killed_at = time.monotonic()
+        os.kill(router, signal.SIGKILL)
+        for stream in streams:
+            assert isinstance(stream.exception(), Unavailable)
+        await_back(running, "router")
+        print(f"the router was back after {time.monotonic() - killed_at:.1f} s")
+    assert running.deployment.port == port
+    assert running.deployment.actor("router").address.epoch > epoch
+    with Client(f"127.0.0.1:{port}", timeout_s=SERVED_AGAIN_S) as client:
+        until_served(client)
+    print(f"and served after {time.monotonic() - killed_at:.1f} s")
+    assert_clean(running)
+
+
+def until_served(client: Client) -> None:
+    """A new router refuses until a decode engine has greeted it: one message each way."""
+    while True:
+        try:
+            assert client.generate_text(prompt_token_ids=[1, 2], max_tokens=3).token_ids == expected_tokens([1, 2], 3)
+        except Unavailable:
+            continue
+        return

@@ -1,0 +1,40 @@
+"""A deployment as `twopass serve` runs it, watched by a thread of the test's own process."""
+
+import threading
+from queue import SimpleQueue
+
+from cluster.serve import Deployment
+from twopass import Client
+
+
+class Running:
+    """A deployment with a thread that watches it, as `twopass serve` does."""
+
+    def __init__(self, deployment: Deployment, events: "SimpleQueue[str]") -> None:
+        self.deployment, self.events = deployment, events
+        self.client = Client(f"127.0.0.1:{deployment.port}", timeout_s=60.0)
+        self._stopping = threading.Event()
+        self._watcher = threading.Thread(target=self._watch)
+        self._watcher.start()
+
+    def _watch(self) -> None:
+        while not self._stopping.is_set():
+            self.deployment.watch(0.05)
+
+    def close(self) -> None:
+        self._stopping.set()
+        self._watcher.join()
+        self.client.close()
+
+
+def await_idle(deployment: Deployment) -> None:
+    """Until every engine has sent two statuses that say it is idle: the baseline was checked between them."""
+    first: dict[str, int] = {}
+    while True:
+        loads = deployment.loads()
+        for load in loads:
+            status = load.status
+            if load.in_flight == 0 and status is not None and status.num_waiting + status.num_running + status.num_leases == 0:
+                first.setdefault(load.address.replica_id, status.seq)
+        if all(load.address.replica_id in first and load.status and load.status.seq > first[load.address.replica_id] + 1 for load in loads):
+            return

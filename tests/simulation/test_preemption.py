@@ -1,0 +1,127 @@
+"""All preemption modes in the simulator: each happens, often, and the checks that watch over them can fail."""
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from bench.invariants import Violation
+from bench.simulator import ALL_FAULTS, NO_FAULTS, Faults, Simulation
+from engine.admission import serve_line
+from engine.host_pool import HostPool
+from engine.runner import Batch, Int32, StepOutput
+from engine.runners.host_copies import HostCopies
+from engine.scheduler import Scheduler
+from engine.scheduler_state import SchedulerState
+from engine.sequence import Sequence
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+FAILING_STEPS = Faults(step_failure=0.1)
+
+
+def run(num_seeds: int, faults: Faults) -> Counter[str]:
+    """What the engines that were there at the end counted."""
+    counted: Counter[str] = Counter()
+    for seed in range(1, num_seeds + 1):
+        simulation = Simulation(seed, num_decode=1 + seed % 2, num_requests=24, faults=faults, tight=True)
+        simulation.run()
+        for replica in simulation.replicas.values():
+            counted.update({name: int(count) for name, count in replica.service.counters.items() if name.startswith("preempt")})
+    return counted
+
+
+def test_every_mode_and_every_reason_happens() -> None:
+    counted = run(20, NO_FAULTS) + run(20, ALL_FAULTS) + run(20, FAILING_STEPS)
+    print(f"\n{dict(counted)}")
+    modes, reasons = ("recompute", "swap", "remote"), ("configured", "host_full", "no_room", "unmeasured", "cheapest")
+    assert sum(counted[f"preemptions_{mode}"] for mode in modes) == sum(counted[f"preemption_reason_{reason}"] for reason in reasons)
+    assert all(counted[f"preemptions_{mode}"] > 20 for mode in modes)
+    assert all(counted[f"preemption_reason_{reason}"] > 5 for reason in reasons)
+
+
+# ---- planted bugs
+
+
+def copied_out_too_late(patch: pytest.MonkeyPatch) -> None:
+    """With the batch after the one that asked for it: the blocks have been written to meanwhile."""
+    waiting: dict[HostCopies, Int32 | None] = {}
+
+    def run(self: HostCopies, batch: Batch) -> tuple[int, float]:
+        batch.swap_out, waiting[self] = waiting.get(self), batch.swap_out
+        return original(self, batch)
+
+    original = HostCopies.run
+    patch.setattr(HostCopies, "run", run)
+
+
+def host_blocks_given_twice(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HostPool, "allocate", lambda self, count: list(range(count)))
+    patch.setattr(HostPool, "release", lambda self, blocks: None)
+
+
+def host_blocks_free_once_copied(patch: pytest.MonkeyPatch) -> None:
+    def commit(self: Scheduler, output: StepOutput) -> object:
+        batch = self._state.table.flights[0].batch
+        if batch.swap_out is not None:
+            self._state.host._free.extend(batch.swap_out[:, 1].tolist())
+        return original(self, output)
+
+    original = Scheduler.commit
+    patch.setattr(Scheduler, "commit", commit)
+
+
+def reserved_while_a_copy_is_in_flight(patch: pytest.MonkeyPatch) -> None:
+    def schedule(self: Scheduler) -> Batch | None:
+        batch = original(self)
+        if batch is not None and batch.swap_out is not None:
+            serve_line(self._state, 0, alone=False)
+        return batch
+
+    original = Scheduler.schedule
+    patch.setattr(Scheduler, "schedule", schedule)
+
+
+def failed_copies_count(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Scheduler, "_lose_copies", lambda self, host_blocks: None)
+
+
+def host_blocks_kept_by_the_dead(patch: pytest.MonkeyPatch) -> None:
+    def drop(self: SchedulerState, sequence: Sequence) -> None:
+        if sequence.request.key in self.live:
+            original(self, sequence)
+
+    original = SchedulerState.drop_swapped
+    patch.setattr(SchedulerState, "drop_swapped", drop)
+
+
+def nothing_copied_without_rows(patch: pytest.MonkeyPatch) -> None:
+    """A step that preempted and schedules nobody: its copies are forgotten."""
+
+    def launch(self: Scheduler, num: Int32) -> Batch | None:
+        if not num.any():
+            self._state.swap_out.clear()
+        return original(self, num)
+
+    original = Scheduler._launch
+    patch.setattr(Scheduler, "_launch", launch)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        copied_out_too_late,
+        host_blocks_given_twice,
+        host_blocks_free_once_copied,
+        reserved_while_a_copy_is_in_flight,
+        failed_copies_count,
+        host_blocks_kept_by_the_dead,
+        nothing_copied_without_rows,
+    ],
+    ids=lambda plant: plant.__name__,
+)
+def test_planted_bug_is_caught(plant: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises(Violation) as caught:
+        for faults in (NO_FAULTS, ALL_FAULTS, FAILING_STEPS):
+            run(60, faults)
+    print(f"\n{plant.__name__}: {caught.value}")

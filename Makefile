@@ -4,7 +4,7 @@
 # make check    formatting, lint, types, import borders
 # make format   rewrites the tree in the house format
 # make proto    regenerates the gRPC stubs from twopass/proto/twopass.proto
-# make bench    scheduler and transfer figures as JSON
+# make bench    scheduler, transfer and preemption figures as JSON
 #
 # torch: from PyPI, Linux gets the CUDA build (about 3 GB). The CPU build is smaller and enough for everything here: put its wheel in a
 # folder that `pip config get global.find-links` names, or set UV_FIND_LINKS to one, before `make setup`.
@@ -47,3 +47,4 @@ proto: setup
 bench: setup
 	$(BIN)/python -m bench.scheduler --json
 	$(BIN)/python -m bench.transfer --json
+	$(BIN)/python -m bench.preemption --json

@@ -59,6 +59,8 @@ class Faults:
     pull_failure: float = 0.0
     early_timer: float = 0.0
     """A timer of an engine fires now, whatever its time."""
+    dead_lease: float = 0.0
+    """A pull is slow, and meanwhile every lease timer of the prefill engines fires."""
     step_failure: float = 0.0
     kills: int = 0
     """Most engines killed and restarted in one run. What a dead sender had sent arrives up to a drawn message, and not beyond."""
@@ -76,7 +78,7 @@ ALL_FAULTS = Faults(
     duplicate=0.05,
     pull_failure=0.05,
     early_timer=0.02,
-    step_failure=0.005,
+    dead_lease=0.04, step_failure=0.005,
     kills=2,
     router_kills=1,
     drains=1,
@@ -147,6 +149,7 @@ class Simulation:
         num_requests: int = 20,
         faults: Faults = ALL_FAULTS,
         tight: bool | None = None,
+        horizon_s: float = HORIZON_S,
         checked: bool = True,
         logged: bool = False,
     ) -> None:
@@ -157,6 +160,7 @@ class Simulation:
         self.num_events = self.num_faults = 0
         self.log: list[str] = []
         self._logged = logged
+        self._horizon_s = horizon_s
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._epochs = itertools.count(1)
@@ -244,14 +248,21 @@ class Simulation:
             clients.append(Client(request, answer, cancel_at))
         return clients
 
+    def _step_seconds(self, batch: Batch) -> float:
+        """Without its copies."""
+        return 0.002 + self._token_s * batch.num_tokens * self.random.random()
+
+    def _wire_seconds(self) -> float:
+        return self.random.uniform(0.0005, 0.002) if self.random.random() < 0.9 else self.random.uniform(0.002, 0.3)
+
     # ---- the heap
 
     def run(self) -> None:
         """Until everything is quiet. Raises Violation."""
         while self._heap and not (self._all_ended() and self._quiet()):
             at, _, action = heapq.heappop(self._heap)
-            if at > HORIZON_S:
-                raise Violation(self, f"not quiet after {HORIZON_S} virtual seconds: {self._what_is_left()}")
+            if at > self._horizon_s:
+                raise Violation(self, f"not quiet after {self._horizon_s} virtual seconds: {self._what_is_left()}")
             self.clock.advance_to(at)
             self.num_events += 1
             try:
@@ -369,8 +380,7 @@ class Simulation:
         for receiver, message in outbox:
             envelope = outgoing.envelope(receiver, message)
             for _ in range(2 if self._chance(self.faults.duplicate) else 1):
-                delay = self.random.uniform(0.0005, 0.002) if self.random.random() < 0.9 else self.random.uniform(0.002, 0.3)
-                self._at(delay, partial(self._arrive, envelope))
+                self._at(self._wire_seconds(), partial(self._arrive, envelope))
         outbox.clear()
 
     def _cut_off(self, outgoing: Outgoing) -> None:
@@ -501,10 +511,9 @@ class Simulation:
         depth = 2 if replica.scheduler.config.async_scheduling else 1
         while len(replica.executing) < depth and (batch := service.schedule()) is not None:
             self.note(f"{replica.address.replica_id}: step {batch.tray()}")
-            seconds = 0.002 + self._token_s * batch.num_tokens * self.random.random()
+            seconds = self._step_seconds(batch) + self._copy_block_s * _num_copies(batch)
             if self._chance(self.faults.stall):
                 seconds += self.random.uniform(1.0, 15.0)
-            seconds += self._copy_block_s * _num_copies(batch)
             replica.executing.append((batch, seconds))
             if len(replica.executing) == 1:
                 self._at(seconds, partial(self._step_end, replica))
@@ -560,7 +569,19 @@ class Simulation:
         for pull in self.network.pulls:
             if id(pull) not in self._started_pulls:
                 self._started_pulls.add(id(pull))
-                self._at(self.random.uniform(0.0002, 0.004), partial(self._move, pull))
+                if self._chance(self.faults.dead_lease):
+                    self._at(self.random.uniform(0.0005, 0.01), self._expire_leases)
+                    self._at(self.random.uniform(0.02, 0.3), partial(self._move, pull))
+                else:
+                    self._at(self.random.uniform(0.0002, 0.004), partial(self._move, pull))
+
+    def _expire_leases(self) -> None:
+        """Every lease and revoke timer fires now, whatever is being read under it."""
+        for replica in list(self.replicas.values()):
+            timers = replica.service.timers
+            for name in [name for name in timers.names() if name[0] in ("lease", "revoke")]:
+                timers.set(name, self.clock.now)
+            self._turn(replica)
 
     def _move(self, pull: LocalPull) -> None:
         """One block. Now and then the link is so slow that leases and deadlines pass."""

@@ -29,7 +29,6 @@ from engine.scheduler import Proposer, Scheduler
 from kv_transfer.layout import KVLayout
 from kv_transfer.lease import LeaseTable
 from kv_transfer.segment import PREFIX, SharedSegment, remove_stale
-from kv_transfer.shared_memory import export
 from prefill_pool.service import PrefillService
 from protocol.errors import ConfigError
 from protocol.messages import Address, Envelope, Hello
@@ -100,6 +99,8 @@ def num_host_blocks(pool: PoolConfig, served: ServedModel) -> int:
 
 def build_prefill(config: ClusterConfig, address: Address, send: Send, prefix: str, resources: ExitStack) -> EngineLoop:
     """A prefill engine whose cache lies in the shared-memory file `prefix` + its name. Raises StartupError."""
+    from kv_transfer.shared_memory import export  # brings numba: the supervisor, which imports this module too, moves nothing
+
     served, pool = serve_model(config), config.prefill
     layout = served.layout(pool)
     blocks = num_blocks(config, pool, served)
@@ -125,7 +126,7 @@ def build_prefill(config: ClusterConfig, address: Address, send: Send, prefix: s
 
 def build_decode(config: ClusterConfig, address: Address, send: Send, prefix: str, resources: ExitStack) -> EngineLoop:
     """A decode engine; its cache is its own. Raises StartupError."""
-    from kv_transfer.select import choose  # compiles its copies: the supervisor, which imports this module too, moves nothing
+    from kv_transfer.select import choose  # as above
 
     served, pool = serve_model(config), config.decode
     layout = served.layout(pool)

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Before Ray is imported: it reads both once. With token auth on, `init` writes a token file that makes later job submissions fail.
-os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+# Before Ray is imported: it reads both once. A given cluster says itself whether it wants a token; for a private one Ray would write a
+# token file that makes later job submissions fail.
+if not os.environ.get("RAY_ADDRESS"):
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import ray

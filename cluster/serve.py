@@ -33,8 +33,8 @@ GREETING_TIMEOUT_S = 30.0
 """Longest wait until the router has every engine's `Hello`: it takes one message each way."""
 STOP_TIMEOUT_S = 5.0
 """Longest wait for a process to give its memory back before it is killed."""
-ANSWER_TIMEOUT_S = 60.0
-"""A process that leaves a question unanswered for longer counts as dead."""
+ROUTER_STALL_TIMEOUT_S = 60.0
+"""A router that leaves a question unanswered for longer counts as dead; an engine has its own `stall_timeout_s`."""
 STABLE_S = 60.0
 """What lived this long starts again at once; others wait longer each time, up to `MAX_DELAY_S`."""
 MAX_DELAY_S = 30.0
@@ -229,7 +229,7 @@ class Deployment:
                 self._launch(place)
             return
         if not ready(place.pending, 0):
-            limit_s = START_TIMEOUT_S if place.state == "starting" else ANSWER_TIMEOUT_S
+            limit_s = START_TIMEOUT_S if place.state == "starting" else self._stall_timeout_s(place)
             if now - place.asked_at > limit_s:
                 self._bury(place, f"it has not answered for {limit_s:g} s", now)
             return
@@ -275,6 +275,9 @@ class Deployment:
 
     def _pool(self, engine: Place) -> PoolConfig:
         return self.config.prefill if engine.role == "prefill" else self.config.decode
+
+    def _stall_timeout_s(self, place: Place) -> float:
+        return ROUTER_STALL_TIMEOUT_S if place.role == "router" else self._pool(place).engine.stall_timeout_s
 
     @property
     def _namespace(self) -> str:

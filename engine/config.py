@@ -54,7 +54,7 @@ class EngineConfig:
     thrash_limit: float = 0.3
     """Tokens recomputed per token generated beyond which nobody is admitted while anything runs; 0: no limit."""
     stall_timeout_s: float = 120.0
-    """An engine whose step runs for longer counts as dead and is replaced."""
+    """An engine whose step runs for longer, or that answers nothing for longer, counts as dead and is replaced."""
 
     def __post_init__(self) -> None:
         for name in ("max_num_batched_tokens", "max_num_seqs", "block_size"):

@@ -140,26 +140,29 @@ def _draw(scores: Float32, sampling: RowSampling, rows: Int32, num_known: Int32)
     top_ks, top_ps = sampling.top_ks[rows], sampling.top_ps[rows]
     cut = np.flatnonzero(((top_ks > 0) & (top_ks < vocab_size)) | (top_ps < 1))
     if len(cut):
-        least = _thresholds(weights[cut], np.where(top_ks[cut] > 0, top_ks[cut], vocab_size), top_ps[cut])
-        weights[cut] *= weights[cut] >= least[:, None]
+        least = np.zeros(len(weights), np.float32)
+        least[cut] = _thresholds(weights[cut], np.where(top_ks[cut] > 0, top_ks[cut], vocab_size), top_ps[cut])
+        weights *= weights >= least[:, None]
     indices = sampling.answer_bases[rows].astype(np.int64) + num_known
     return pick(weights, uniforms(sampling.seeds[rows], indices))
 
 
 def _thresholds(weights: Float32, top_ks: Int32, top_ps: Float32) -> Float32:
-    """The least weight that `top_k` and then `top_p` leave, per row of [N, vocab]."""
+    """The least weight that `top_k` and then `top_p` leave, per row of `weights` [N, vocab], which is sorted in place."""
     vocab_size = weights.shape[1]
-    ascending = np.sort(weights, axis=1)
-    least: Float32 = ascending[np.arange(len(weights)), vocab_size - np.minimum(top_ks, vocab_size)]
-    ascending *= ascending >= least[:, None]
-    wanted = top_ps * ascending.sum(axis=1, dtype=np.float64)
-    width = min(SORTED_WIDTH, vocab_size)
-    sums = np.cumsum(ascending[:, : -width - 1 : -1], axis=1, dtype=np.float64)
-    if width < vocab_size and np.any(sums[:, -1] < wanted):
-        sums = np.cumsum(ascending[:, ::-1], axis=1, dtype=np.float64)
-    num_kept = np.minimum((sums < wanted[:, None]).sum(axis=1) + 1, vocab_size)
-    by_share: Float32 = ascending[np.arange(len(weights)), vocab_size - num_kept]
-    return np.where(top_ps < 1, np.maximum(least, by_share), least)
+    weights.sort(axis=1)
+    least: Float32 = weights[np.arange(len(weights)), vocab_size - np.minimum(top_ks, vocab_size)]
+    rows, width = np.flatnonzero(top_ps < 1), min(SORTED_WIDTH, vocab_size)
+    weights[rows] *= weights[rows] >= least[rows, None]
+    wanted = top_ps * weights.sum(axis=1, dtype=np.float64)
+    while len(rows):
+        sums = np.cumsum(weights[rows, : -width - 1 : -1], axis=1, dtype=np.float64)
+        num_kept = np.minimum((sums < wanted[rows, None]).sum(axis=1) + 1, width)
+        enough = (sums[:, -1] >= wanted[rows]) | (width == vocab_size)
+        reached = rows[enough]
+        least[reached] = np.maximum(least[reached], weights[reached, vocab_size - num_kept[enough]])
+        rows, width = rows[~enough], min(4 * width, vocab_size)
+    return least
 
 
 def pick(weights: Float32, drawn: Float64) -> Int64:

@@ -3,9 +3,10 @@
 Read: `tokenizer.json`; the chat template from `chat_template.jinja`, else from `tokenizer_config.json`.
 """
 
+import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -17,6 +18,17 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from protocol.errors import InvalidRequest, ModelError
 from protocol.messages import Int32
+
+
+def _byte_characters() -> dict[str, int]:
+    """The alphabet of byte-level BPE: printable Latin-1 stands for itself, the other bytes for 256, 257, ..."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (byte for byte in range(256) if byte not in printable)
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_OF = _byte_characters()
+BLANK = "▁"
 
 
 class Tokenizer(Protocol):
@@ -49,30 +61,39 @@ def load_tokenizer(model_dir: Path | None, vocab_size: int) -> Tokenizer:
     """The tokenizer of a model directory, or a `NumberTokenizer` where there is none. Raises ModelError."""
     if model_dir is None or not (model_dir / "tokenizer.json").exists():
         return NumberTokenizer(vocab_size)
-    return ByteLevelTokenizer(model_dir)
+    return TextTokenizer(model_dir)
 
 
-class ByteLevelTokenizer:
-    """A byte-level BPE tokenizer (GPT-2's kind: Llama 3, Qwen, SmolLM2), whose tokens are byte strings."""
+class TextTokenizer:
+    """A tokenizer whose tokens are byte strings, whatever stands around them: byte-level BPE (GPT-2's kind: Llama 3, Qwen, SmolLM2), or
+    SentencePiece's kind with "▁" for a blank (Llama 2, Mistral)."""
 
     def __init__(self, model_dir: Path) -> None:
         path = model_dir / "tokenizer.json"
         try:
-            source = path.read_text(encoding="utf-8")
-            decoder = json.loads(source).get("decoder") or {}
-            self._tokenizer = tokenizers.Tokenizer.from_str(source)
+            source = json.loads(text := path.read_text(encoding="utf-8"))
+            decoder = source.get("decoder") or {}
+            self._tokenizer = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises nothing narrower
             raise ModelError(f"{path}: {error}") from error
-        kinds = {part["type"] for part in decoder.get("decoders", [decoder]) if "type" in part}
-        if kinds != {"ByteLevel"}:
-            raise ModelError(f"{path}: decoder {sorted(kinds)} is not served, only ByteLevel")
+        parts = decoder.get("decoders", [decoder])
+        kinds = [part.get("type", "none") for part in parts]
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.token_bytes: Sequence[bytes] = _token_bytes(self._tokenizer)
-        added = [token.content.encode() for token in self._tokenizer.get_added_tokens_decoder().values()]
-        self._longest = max(map(len, [*self.token_bytes, *added]), default=0) if _is_lossless(json.loads(source)) else 0
+        if set(kinds) == {"ByteLevel"}:
+            self.token_bytes: Sequence[bytes] = _token_bytes(self._tokenizer, _byte_level, str.encode)
+            added = [token.content.encode() for token in self._tokenizer.get_added_tokens_decoder().values()]
+            lossless, known, spellings = _is_lossless(source), set(self.token_bytes), [*self.token_bytes, *added]
+        elif _is_sentence_piece(parts):
+            spelt = functools.partial(_sentence_piece, byte_fallback="ByteFallback" in kinds)
+            self.token_bytes = _token_bytes(self._tokenizer, spelt, spelt)
+            vocabulary = self._tokenizer.get_vocab()
+            lossless, known = _is_lossless_sentence_piece(source, vocabulary), {bytes([byte]) for byte in range(256)}
+            spellings = [token.encode() for token in vocabulary]  # no shorter than a prompt's text: it may spell "▁" itself
+        else:
+            raise ModelError(f"{path}: decoder {kinds} is not served, only ByteLevel and what SentencePiece models have")
+        self._longest = max(map(len, spellings), default=0) if lossless else 0
         """Bytes that one token can stand for, at most; 0: any number."""
-        known = set(self.token_bytes)
         self._unknown = bytes(byte for byte in range(256) if bytes([byte]) not in known)
         """Bytes that no token stands for: they are lost."""
         self._template = _load_chat_template(model_dir)
@@ -103,6 +124,7 @@ class NumberTokenizer:
     """Stands in where a model has no text: token 17 reads `<17> `."""
 
     has_chat_template = True
+
     def __init__(self, vocab_size: int) -> None:
         self.token_bytes: Sequence[bytes] = [b"<%d> " % token_id for token_id in range(vocab_size)]
 
@@ -130,24 +152,38 @@ def join_bytes(token_bytes: Sequence[bytes], token_ids: Int32) -> bytes:
     return b"".join([token_bytes[token_id] for token_id in token_ids.tolist() if 0 <= token_id < size])
 
 
-def _byte_characters() -> dict[str, int]:
-    """The alphabet of byte-level BPE: printable Latin-1 stands for itself, the other bytes for 256, 257, ..."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = (byte for byte in range(256) if byte not in printable)
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-def _token_bytes(tokenizer: tokenizers.Tokenizer) -> list[bytes]:
-    alphabet = _byte_characters()
+def _token_bytes(tokenizer: tokenizers.Tokenizer, spelt: Callable[[str], bytes], spelt_added: Callable[[str], bytes]) -> list[bytes]:
+    """By token id. `spelt` and `spelt_added`: the bytes of a token of the vocabulary, and of one that was added to it."""
     vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=False)
     added = tokenizer.get_added_tokens_decoder()
     table = [b""] * (max([*vocabulary.values(), *added], default=-1) + 1)
     for token, token_id in vocabulary.items():
-        # a token outside the alphabet stands for its own text
-        table[token_id] = bytes(alphabet[c] for c in token) if all(c in alphabet for c in token) else token.encode()
-    for token_id, added_token in added.items():  # matched in plain text, never spelt in the alphabet
-        table[token_id] = b"" if added_token.special else added_token.content.encode()
+        table[token_id] = spelt(token)
+    for token_id, added_token in added.items():
+        table[token_id] = b"" if added_token.special else spelt_added(added_token.content)
     return table
+
+
+def _byte_level(token: str) -> bytes:
+    """A token outside the alphabet stands for its own text."""
+    return bytes(BYTE_OF[c] for c in token) if all(c in BYTE_OF for c in token) else token.encode()
+
+
+def _sentence_piece(token: str, byte_fallback: bool) -> bytes:
+    if byte_fallback and re.fullmatch("<0x[0-9A-Fa-f]{2}>", token):
+        return bytes([int(token[3:5], 16)])
+    return token.replace(BLANK, " ").encode()
+
+
+def _is_sentence_piece(decoders: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether decoding is: blanks for "▁", bytes for "<0x..>" perhaps, all joined, one blank off the start perhaps."""
+    metaspace = [part for part in decoders if part.get("type") != "ByteFallback"]
+    if len(metaspace) == 1 and metaspace[0].get("type") == "Metaspace":
+        return bool(metaspace[0].get("replacement") == BLANK)
+    replace = {"type": "Replace", "pattern": {"String": BLANK}, "content": " "}
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    known = [[replace, *fallback, {"type": "Fuse"}, *end] for fallback in ([], [{"type": "ByteFallback"}]) for end in ([], [strip])]
+    return list(decoders) in known
 
 
 def _is_lossless(source: dict[str, Any]) -> bool:
@@ -157,6 +193,16 @@ def _is_lossless(source: dict[str, Any]) -> bool:
     kept = all(part.get("type") in ("ByteLevel", "Digits", "Split") and part.get("behavior") != "Removed" for part in parts)
     stripped = any(added.get("lstrip") or added.get("rstrip") for added in source.get("added_tokens", []))
     return source.get("normalizer") is None and kept and not stripped
+
+
+def _is_lossless_sentence_piece(source: dict[str, Any], vocabulary: Mapping[str, int]) -> bool:
+    """Likewise: blanks replaced and put in front, characters without a token spelt in bytes, and nothing else."""
+    normalizer, pre, model = source.get("normalizer") or {}, source.get("pre_tokenizer") or {}, source.get("model") or {}
+    parts = [part for part in normalizer.get("normalizers", [normalizer]) if part and part.get("type") != "Prepend"]
+    replaced = all(part == {"type": "Replace", "pattern": {"String": " "}, "content": BLANK} for part in parts)
+    stripped = any(added.get("lstrip") or added.get("rstrip") for added in source.get("added_tokens", []))
+    in_bytes = model.get("byte_fallback") and {f"<0x{byte:02X}>" for byte in range(256)} <= vocabulary.keys()
+    return bool(replaced and pre.get("type") in (None, "Metaspace") and not stripped and in_bytes)
 
 
 class _ChatTemplate:

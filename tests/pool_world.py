@@ -51,8 +51,9 @@ class World:
         self.config = EngineConfig(**(fields | config))
         self.cache = np.zeros((self.config.num_blocks, BLOCK_SIZE), np.int64)
         self.words = np.zeros(self.config.num_blocks, np.uint64)
-        self.scheduler = Scheduler(self.config, num_blocks=self.config.num_blocks, fingerprint=LAYOUT)
-        self.runner = ArithmeticRunner(self.cache)
+        num_host_blocks = self.config.num_host_blocks
+        self.scheduler = Scheduler(self.config, num_blocks=self.config.num_blocks, num_host_blocks=num_host_blocks, fingerprint=LAYOUT)
+        self.runner = ArithmeticRunner(self.cache, num_host_blocks=num_host_blocks)
         self.network = LocalNetwork()
 
     def hello(self, role: Any) -> Hello:

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from twopass.client import Client
 from twopass.errors import TwopassError
+from twopass.wire import GenerateOptions
 
 P = ParamSpec("P")
 
@@ -45,12 +46,18 @@ def generate(
     server: Annotated[str, typer.Option(help="Where the router listens.")] = "127.0.0.1:50051",
     max_tokens: Annotated[int, typer.Option(min=1)] = 128,
     chat: Annotated[bool, typer.Option(help="Wraps the prompt in the model's chat template.")] = False,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Only the likeliest tokens that together have this probability.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
     timeout_s: Annotated[float | None, typer.Option(help="Deadline of the request.")] = None,
 ) -> None:
     """Streams one answer."""
+    options: GenerateOptions = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
+    if seed is not None:
+        options["seed"] = seed
     with Client(server, timeout_s=timeout_s) as client:
         messages = [{"role": "user", "content": prompt}]
-        chunks = client.chat(messages, max_tokens=max_tokens) if chat else client.generate(prompt, max_tokens=max_tokens)
+        chunks = client.chat(messages, **options) if chat else client.generate(prompt, **options)
         for chunk in chunks:
             typer.echo(chunk.text, nl=False)
         typer.echo()

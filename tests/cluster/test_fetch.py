@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster import fetch
+from engine.models import gguf_convert
 from protocol.errors import ModelError
 
 
@@ -36,7 +37,7 @@ def fake_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
         (model_dir / "config.json").write_text("{}")
 
     monkeypatch.setattr(fetch, "_fetch", download)
-    monkeypatch.setattr(fetch, "convert_gguf", convert)
+    monkeypatch.setattr(gguf_convert, "convert_gguf", convert)
 
 
 def test_another_file_than_the_pinned_one_is_refused(tmp_path: Path) -> None:
@@ -66,7 +67,7 @@ def test_a_slower_process_takes_what_the_faster_one_made(cache: Path, fake_fetch
         final.mkdir()
         (final / "config.json").write_text("fast")
 
-    monkeypatch.setattr(fetch, "convert_gguf", beaten)
+    monkeypatch.setattr(gguf_convert, "convert_gguf", beaten)
     model_dir = fetch.demo_model_dir(lambda text: None)
     assert (model_dir / "config.json").read_text() == "fast"
     assert list(cache.iterdir()) == [model_dir]
@@ -77,7 +78,7 @@ def test_a_failed_conversion_leaves_nothing(cache: Path, fake_fetch: None, monke
         (model_dir / "config.json").write_text("half")
         raise ModelError("no Llama")
 
-    monkeypatch.setattr(fetch, "convert_gguf", fail)
+    monkeypatch.setattr(gguf_convert, "convert_gguf", fail)
     with pytest.raises(ModelError, match="no Llama"):
         fetch.demo_model_dir(lambda text: None)
     assert list(cache.iterdir()) == []

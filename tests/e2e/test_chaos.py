@@ -30,7 +30,14 @@ ENGINES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
-    pool = {"replicas": 2, "max_model_len": 1024, "max_num_batched_tokens": 256, "max_num_seqs": 64, "num_blocks": 2048}
+    pool = {
+        "replicas": 2,
+        "max_model_len": 1024,
+        "max_num_batched_tokens": 256,
+        "max_num_seqs": 64,
+        "num_blocks": 2048,
+        "stall_timeout_s": 10.0,
+    }
     router = {"grpc_port": 0, "metrics_port": 0, "status_interval_s": 0.2, "max_attempts": 8}
     events: SimpleQueue[str] = SimpleQueue()
     with (
@@ -108,6 +115,14 @@ def test_every_engine_is_killed_once_and_no_stream_notices(running: Running) -> 
             answer = running.client.generate_text(prompt_token_ids=[1, 2], max_tokens=3, timeout_s=SERVED_AGAIN_S)
             assert answer.token_ids == expected_tokens([1, 2], 3)
             await_back(running, victim)
+    assert sum(stream.result() for stream in streams) >= NUM_STREAMS
+    assert_clean(running)
+
+
+def test_an_engine_that_freezes_is_replaced_and_no_stream_notices(running: Running) -> None:
+    with streaming(running.client) as streams:
+        os.kill(running.deployment.actor("decode-1").call("pid"), signal.SIGSTOP)
+        await_back(running, "decode-1")
     assert sum(stream.result() for stream in streams) >= NUM_STREAMS
     assert_clean(running)
 

@@ -24,7 +24,9 @@ class Driver:
         defaults = {"block_size": 4, "max_num_batched_tokens": 64, "max_num_seqs": 8, "max_model_len": 64, "priority_aging_s": 0}
         config = EngineConfig(**(defaults | knobs))
         self.model = ChainModel(num_blocks, config.block_size)
-        self.scheduler = Scheduler(config, num_blocks=num_blocks, eos_token_ids=eos_token_ids, proposer=self.model, clock=clock)
+        self.scheduler = Scheduler(
+            config, num_blocks=num_blocks, num_host_blocks=config.num_host_blocks, eos_token_ids=eos_token_ids, proposer=self.model, clock=clock
+        )
         self.answers: dict[str, list[int]] = {}
         self.offsets: dict[str, list[int]] = {}
         self.ended: dict[str, str] = {}

@@ -1,15 +1,21 @@
 """Compiled kernels on disk: found again under their key, told apart by it, and done without where nothing can be written."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("numba")
 
+from engine.models.llama import build_model
+from engine.runners import cpu_kernels
 from engine.runners.cpu_simd import make_widen_row
-from engine.runners.kernel_cache import compiled, one_compiles
+from engine.runners.kernel_cache import _folder, compiled, one_compiles
+from engine.runners.torch_cpu import TorchCPURunner
+from tests.engine.tiny_llama import TINY, random_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore::numba.NumbaPerformanceWarning")  # a kernel of one row has nothing to do in parallel
 
@@ -43,3 +49,14 @@ def test_compiles_in_memory_where_nothing_can_be_written(tmp_path: Path, monkeyp
     with one_compiles(__file__):
         widen(np.arange(16, dtype=np.float32), out)
     assert out.tolist() == list(range(16))
+
+
+def test_symbols_of_attention_carry_its_shape() -> None:
+    """Else a process that loads two shapes which two others compiled may run one for the other."""
+    model = build_model(TINY, "float32", random_tensors(TINY).__getitem__)
+    TorchCPURunner(model, torch.zeros(2 * 2 * 2 * 2 * 16 * 64 * 4, dtype=torch.uint8), block_size=16, num_threads=1)
+    files = list(_folder(cpu_kernels.__file__).glob("*.attention_64_3_16_f32*.nbc"))
+    assert files
+    for file in files:
+        names = set(re.findall(rb"make_attention12_3clocals_3e\d+(\w+?)B\d+v", file.read_bytes()))
+        assert len(names) > 3 and all(name.endswith(b"_64_3_16_f32") for name in names)

@@ -1,12 +1,12 @@
-"""A byte-level BPE tokenizer of 400 tokens, trained on the spot, and a model directory around it."""
+"""A byte-level BPE tokenizer and one of SentencePiece's kind, each of some hundred tokens, trained on the spot, and model directories."""
 
 import json
 import tempfile
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from router.tokenizer import ByteLevelTokenizer
+from router.tokenizer import TextTokenizer
 
 SAMPLES = [
     "Once upon a time there was a prompt, and it was swallowed in chunks.",
@@ -47,7 +47,38 @@ def write_model_dir(path: Path, *, chat_template: str | None = CHAT_TEMPLATE) ->
     return tokenizer
 
 
-def make_tokenizer() -> ByteLevelTokenizer:
+def write_sentence_piece_dir(path: Path, *, legacy: bool = False) -> Tokenizer:
+    """Like Llama 2's or Mistral's: "▁" for a blank and in front, bytes for characters that were not learnt (all but Latin ones).
+
+    `legacy`: blanks are replaced by normalizers, as in directories of that time, and by Metaspace else.
+    """
+    learner = Tokenizer(models.BPE())
+    learner.pre_tokenizer = pre_tokenizers.Metaspace()
+    learner.train_from_iterator(SAMPLES[:2] * 5, trainers.BpeTrainer(vocab_size=150, show_progress=False))
+    learnt = json.loads(learner.to_str())["model"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *sorted(learnt["vocab"], key=learnt["vocab"].get)]
+    model = models.BPE(
+        vocab={token: i for i, token in enumerate(tokens)},
+        merges=[tuple(pair) for pair in learnt["merges"]],
+        unk_token="<unk>",
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    tokenizer = Tokenizer(model)
+    if legacy:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    ends = [decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), *ends])
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.add_tokens([AddedToken("<tool call>", special=False, normalized=False)])
+    path.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(path / "tokenizer.json"))
+    return tokenizer
+
+
+def make_tokenizer() -> TextTokenizer:
     with tempfile.TemporaryDirectory() as path:
         write_model_dir(Path(path))
-        return ByteLevelTokenizer(Path(path))
+        return TextTokenizer(Path(path))

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Library
 
 from protocol.errors import InvalidRequest, ModelError
 from protocol.messages import Int32
-from router.tokenizer import ByteLevelTokenizer, NumberTokenizer, Tokenizer, load_tokenizer
+from router.tokenizer import NumberTokenizer, TextTokenizer, Tokenizer, load_tokenizer
 from tests.router.small_tokenizer import CHAT_TEMPLATE, SAMPLES, make_tokenizer, write_model_dir
 
 SMALL = make_tokenizer()
@@ -99,7 +99,7 @@ def test_damaged_model_directories(tmp_path: Path) -> None:
     for damage in ("{", "{}", "[]", json.dumps({**source, "decoder": {"type": "Metaspace"}}), json.dumps({**source, "decoder": None})):
         (tmp_path / "tokenizer.json").write_text(damage, encoding="utf-8")
         with pytest.raises(ModelError, match=r"tokenizer\.json"):
-            ByteLevelTokenizer(tmp_path)
+            TextTokenizer(tmp_path)
 
 
 def test_numbers_where_there_is_no_tokenizer(tmp_path: Path) -> None:
@@ -127,12 +127,12 @@ def test_no_least_number_is_named_where_tokens_swallow_text(tmp_path: Path) -> N
     library = write_model_dir(tmp_path)
     library.add_special_tokens([AddedToken("<mask>", lstrip=True)])
     library.save(str(tmp_path / "tokenizer.json"))
-    swallowing = ByteLevelTokenizer(tmp_path)
+    swallowing = TextTokenizer(tmp_path)
     assert (len(swallowing.encode(text)), swallowing.least_tokens(text)) == (1, 0)
     library = write_model_dir(tmp_path)
     library.normalizer = normalizers.Strip()
     library.save(str(tmp_path / "tokenizer.json"))
-    stripping = ByteLevelTokenizer(tmp_path)
+    stripping = TextTokenizer(tmp_path)
     assert (len(stripping.encode(" " * 500)), stripping.least_tokens(" " * 500)) == (0, 0)
     assert NumberTokenizer(20).least_tokens("<17> <18>" + " " * 500) == 2
 
@@ -141,5 +141,5 @@ def test_bytes_that_no_token_stands_for_count_for_nothing(tmp_path: Path) -> Non
     library = Library(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
     library.pre_tokenizer, library.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     library.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = ByteLevelTokenizer(tmp_path)
+    tokenizer = TextTokenizer(tmp_path)
     assert (tokenizer.least_tokens("a€€€b"), len(tokenizer.encode("a€€€b"))) == (2, 2)

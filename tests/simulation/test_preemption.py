@@ -7,7 +7,6 @@ import pytest
 
 from bench.invariants import Violation
 from bench.simulator import ALL_FAULTS, NO_FAULTS, Faults, Simulation
-from engine.admission import serve_line
 from engine.host_pool import HostPool
 from engine.runner import Batch, Int32, StepOutput
 from engine.runners.host_copies import HostCopies
@@ -70,17 +69,6 @@ def host_blocks_free_once_copied(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "commit", commit)
 
 
-def reserved_while_a_copy_is_in_flight(patch: pytest.MonkeyPatch) -> None:
-    def schedule(self: Scheduler) -> Batch | None:
-        batch = original(self)
-        if batch is not None and batch.swap_out is not None:
-            serve_line(self._state, 0, alone=False)
-        return batch
-
-    original = Scheduler.schedule
-    patch.setattr(Scheduler, "schedule", schedule)
-
-
 def failed_copies_count(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "_lose_copies", lambda self, host_blocks: None)
 
@@ -94,28 +82,14 @@ def host_blocks_kept_by_the_dead(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SchedulerState, "drop_swapped", drop)
 
 
-def nothing_copied_without_rows(patch: pytest.MonkeyPatch) -> None:
-    """A step that preempted and schedules nobody: its copies are forgotten."""
-
-    def launch(self: Scheduler, num: Int32) -> Batch | None:
-        if not num.any():
-            self._state.swap_out.clear()
-        return original(self, num)
-
-    original = Scheduler._launch
-    patch.setattr(Scheduler, "_launch", launch)
-
-
 @pytest.mark.parametrize(
     "plant",
     [
         copied_out_too_late,
         host_blocks_given_twice,
         host_blocks_free_once_copied,
-        reserved_while_a_copy_is_in_flight,
         failed_copies_count,
         host_blocks_kept_by_the_dead,
-        nothing_copied_without_rows,
     ],
     ids=lambda plant: plant.__name__,
 )

@@ -1,0 +1,233 @@
+"""The preemption modes beside each other under KV pressure: `python -m bench.preemption [--json] [--model DIR]`.
+
+Costs are measured on the real model and runner in this process: a decode step, a prompt token, a block copied to host memory. The load
+then runs in the simulator with these costs: the real router, services and schedulers of one prefill and one decode engine, a virtual clock,
+a wire of 1 ms, blocks pulled at the speed of a copy. The decode engine holds a part of what the load needs at its peak. Same load, same
+tokens in every mode. `auto` starts without measurements, as an engine does.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from bench.simulator import NO_FAULTS, Client, Simulation
+from cluster.fetch import demo_model_dir
+from engine.config import EngineConfig
+from engine.models.llama import load_model
+from engine.runner import Batch
+from engine.runners.arithmetic import expected_tokens
+from engine.runners.torch_cpu import TorchCPURunner
+from kv_transfer.local import LocalPull
+from protocol.messages import SamplingParams
+from router.admission import ClientRequest
+from router.request import Tokens
+
+Mode = Literal["recompute", "swap", "remote", "auto"]
+
+BLOCK_SIZE = 16
+CONTEXT = 256
+"""Tokens of each sequence in the measured steps."""
+NUM_REQUESTS, MAX_NUM_SEQS = 48, 16
+PROMPT_TOKENS, ANSWER_TOKENS = (64, 192), (128, 320)
+NUM_BLOCKS = 16 * 15
+"""Of the decode engine: 16 sequences of 240 tokens, where the longest grow to 512. The prefill engine has twice as many at least."""
+WIRE_S = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredCosts:
+    """Seconds. A step takes `step_s`, and for each decode and each prompt token its share more."""
+
+    step_s: float
+    decode_s: float
+    prompt_token_s: float
+    copy_block_s: float
+    block_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One mode under the load. Rates over the whole load, from the first arrival to the last token."""
+
+    mode: str
+    num_host_blocks: int
+    output_tokens_per_s: float
+    itl_p50_ms: float
+    itl_p99_ms: float
+    preemptions: dict[str, int]
+    """By mode."""
+    reasons: dict[str, int]
+    recomputed_tokens: int
+    """Here; what the prefill engine computed again: `prefilled_again_tokens`."""
+    prefilled_again_tokens: int
+    swapped_mbytes: float
+
+
+# ---- costs
+
+
+def measure_costs(model_dir: Path, num_repeats: int = 6) -> MeasuredCosts:
+    """One thread, bf16. The fastest of the repeats, taken in turns: others may use the machine, too."""
+    model = load_model(model_dir, "bfloat16")
+    config, blocks_each = model.config, CONTEXT // BLOCK_SIZE + 1
+    block_bytes = config.num_layers * 2 * config.num_kv_heads * BLOCK_SIZE * config.head_dim * model.dtype.itemsize
+    cache = torch.zeros((MAX_NUM_SEQS * blocks_each + 1) * block_bytes, dtype=torch.uint8)
+    runner = TorchCPURunner(model, cache, block_size=BLOCK_SIZE, num_threads=1, num_host_blocks=MAX_NUM_SEQS)
+    seconds: dict[str, list[float]] = {"one": [], "many": [], "prompt": [], "copy": []}
+    pairs = np.stack([np.arange(1, MAX_NUM_SEQS + 1), np.arange(MAX_NUM_SEQS)], axis=1).astype(np.int32)
+    for _ in range(num_repeats):
+        seconds["one"].append(runner.execute(_batch(1, CONTEXT, 1)).seconds)
+        seconds["many"].append(runner.execute(_batch(MAX_NUM_SEQS, CONTEXT, 1)).seconds)
+        seconds["prompt"].append(runner.execute(_batch(1, 0, CONTEXT)).seconds)
+        copies = _batch(0, 0, 0)
+        copies.swap_out, copies.swap_in = pairs, pairs[:, ::-1]
+        seconds["copy"].append(runner.execute(copies).swap_seconds)
+    one, many, prompt, copy = (min(values) for values in seconds.values())
+    decode_s = max(many - one, 0.0) / (MAX_NUM_SEQS - 1)
+    step_s = max(one - decode_s, 0.0)
+    return MeasuredCosts(step_s, decode_s, (prompt - step_s) / CONTEXT, copy / (2 * len(pairs)), block_bytes)
+
+
+def _batch(num_sequences: int, computed: int, scheduled: int) -> Batch:
+    blocks_each = CONTEXT // BLOCK_SIZE + 1
+    return Batch(
+        step=0,
+        rows=np.arange(num_sequences, dtype=np.int32),
+        num_scheduled=np.full(num_sequences, scheduled, np.int32),
+        num_computed=np.full(num_sequences, computed, np.int32),
+        sample=np.ones(num_sequences, np.bool_),
+        token_ids=np.full((MAX_NUM_SEQS, CONTEXT + 1), 5, np.int32),
+        block_tables=np.arange(1, MAX_NUM_SEQS * blocks_each + 1, dtype=np.int32).reshape(MAX_NUM_SEQS, blocks_each),
+    )
+
+
+# ---- the load
+
+
+class Pressure(Simulation):
+    """One mode under the load. `arrivals`: when each client got its tokens."""
+
+    def __init__(self, mode: Mode, costs: MeasuredCosts, *, num_host_blocks: int, num_requests: int = NUM_REQUESTS, seed: int = 1) -> None:
+        self._mode, self._costs, self._num_host_blocks = mode, costs, num_host_blocks
+        self.arrivals: dict[str, list[float]] = {}
+        super().__init__(seed, num_requests=num_requests, faults=NO_FAULTS, tight=False, horizon_s=1e5, checked=False)
+        self._copy_block_s = costs.copy_block_s
+
+    def _draw_config(self) -> EngineConfig:
+        return EngineConfig(
+            max_num_batched_tokens=256,
+            max_num_seqs=MAX_NUM_SEQS,
+            max_model_len=PROMPT_TOKENS[1] + ANSWER_TOKENS[1],
+            block_size=BLOCK_SIZE,
+            num_blocks=2 * NUM_BLOCKS,
+        )
+
+    def _draw_decode_config(self) -> EngineConfig:
+        return replace(self.engine_config, num_blocks=NUM_BLOCKS, preemption=self._mode, num_host_blocks=self._num_host_blocks)
+
+    def _draw_clients(self, count: int) -> list[Client]:
+        draw, clients = np.random.default_rng(self.seed), []
+        for index in range(count):
+            prompt = draw.integers(0, 32000, draw.integers(PROMPT_TOKENS[0], PROMPT_TOKENS[1] + 1))
+            num_tokens = int(draw.integers(ANSWER_TOKENS[0], ANSWER_TOKENS[1] + 1))
+            request = ClientRequest(
+                request_id=f"r{index}", prompt_token_ids=prompt.astype(np.int32), max_tokens=num_tokens, sampling=SamplingParams()
+            )
+            clients.append(Client(request, expected_tokens(prompt.tolist(), num_tokens), None))
+            self.arrivals[request.request_id] = []
+        return clients
+
+    def _step_seconds(self, batch: Batch) -> float:
+        costs, num_decodes = self._costs, int(np.count_nonzero(batch.num_scheduled == 1))
+        if not len(batch.rows):
+            return 0.0
+        return costs.step_s + num_decodes * costs.decode_s + (batch.num_tokens - num_decodes) * costs.prompt_token_s
+
+    def _wire_seconds(self) -> float:
+        return WIRE_S
+
+    def _move(self, pull: LocalPull) -> None:
+        if pull.num_moved + 1 < pull.num_blocks:
+            pull.advance(1)
+            self._at(self._costs.copy_block_s, partial(self._move, pull))
+        else:
+            super()._move(pull)
+
+    def _flush_router(self) -> None:
+        for event in self.router.events:
+            if isinstance(event, Tokens):
+                self.arrivals[event.request_id] += [self.clock.now] * len(event.token_ids)
+        super()._flush_router()
+
+
+def run_mode(mode: Mode, costs: MeasuredCosts, *, num_host_blocks: int, num_requests: int = NUM_REQUESTS) -> Row:
+    """Raises RuntimeError if any answer is not the right one."""
+    simulation = Pressure(mode, costs, num_host_blocks=num_host_blocks, num_requests=num_requests)
+    simulation.run()
+    if any(client.received != client.expected for client in simulation.clients.values()):
+        raise RuntimeError(f"preemption {mode}: an answer differs")
+    gaps = np.concatenate([np.diff(times) for times in simulation.arrivals.values()])
+    times = np.concatenate(list(simulation.arrivals.values()))
+    decode, prefill = (simulation.replicas[name].service.counters for name in ("decode-0", "prefill-0"))
+    decode_scheduler = simulation.replicas["decode-0"].scheduler
+    prompts = sum(len(client.request.prompt_token_ids) for client in simulation.clients.values())
+    return Row(
+        mode=mode,
+        num_host_blocks=num_host_blocks,
+        output_tokens_per_s=round(len(times) / (times.max() - 0.5), 1),
+        itl_p50_ms=round(float(np.percentile(gaps, 50)) * 1000, 1),
+        itl_p99_ms=round(float(np.percentile(gaps, 99)) * 1000, 1),
+        preemptions={name: int(decode[f"preemptions_{name}"]) for name in ("recompute", "swap", "remote")},
+        reasons={name.removeprefix("preemption_reason_"): int(n) for name, n in decode.items() if n and name.startswith("preemption_reason")},
+        recomputed_tokens=decode_scheduler.num_recomputed_tokens,
+        prefilled_again_tokens=int(prefill["prompt_tokens"]) - prompts,
+        swapped_mbytes=round(decode["swapped_bytes"] / (8 * BLOCK_SIZE) * costs.block_bytes / 1e6, 1),
+    )
+
+
+def run(model_dir: Path, note: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+    """All figures. Ratios: each mode's over recompute's."""
+    started = time.perf_counter()
+    costs = measure_costs(model_dir)
+    note(f"measured in {time.perf_counter() - started:.1f} s: {costs}")
+    ample, scarce = NUM_BLOCKS, NUM_BLOCKS // 12
+    loads: list[tuple[Mode, int]] = [("recompute", 0), ("swap", ample), ("swap", scarce), ("remote", 0), ("auto", ample), ("auto", scarce)]
+    rows = [run_mode(mode, costs, num_host_blocks=num_host_blocks) for mode, num_host_blocks in loads]
+    ratios = [
+        {
+            "mode": row.mode,
+            "num_host_blocks": row.num_host_blocks,
+            "output_tokens_per_s": round(row.output_tokens_per_s / rows[0].output_tokens_per_s, 3),
+            "itl_p99": round(row.itl_p99_ms / rows[0].itl_p99_ms, 3),
+        }
+        for row in rows
+    ]
+    load = {"num_requests": NUM_REQUESTS, "prompt": PROMPT_TOKENS, "answer": ANSWER_TOKENS, "decode_blocks": NUM_BLOCKS}
+    how = "simulator, costs measured in this run"
+    return {"how": how, "costs": asdict(costs), "load": load, "rows": [*map(asdict, rows)], "over_recompute": ratios}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--model", type=Path, help="model directory (default: the demonstration model)")
+    arguments = parser.parse_args()
+    note: Callable[[str], None] = (lambda text: None) if arguments.json else print
+    figures = run(arguments.model or demo_model_dir(note), note)
+    if arguments.json:
+        print(json.dumps(figures, indent=1))
+        return
+    for row in figures["rows"]:
+        print("  ".join(f"{name} {value}" for name, value in row.items()))
+
+
+if __name__ == "__main__":
+    main()

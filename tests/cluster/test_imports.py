@@ -1,0 +1,24 @@
+"""What a process does not use it does not wait for."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("cluster.serve", "torch numba gguf"),
+        ("cluster.demo", "torch numba gguf"),
+        ("cluster.plan", "torch ray"),
+        ("cluster.cli", "ray numpy"),
+    ],
+)
+def test_the_supervisor_loads_no_engine(module: str, absent: str) -> None:
+    code = f"import sys, {module}; print(*(name for name in {absent.split()!r} if name in sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (result.stdout.strip(), result.stderr) == ("", "")

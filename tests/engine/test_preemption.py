@@ -1,0 +1,294 @@
+"""Preemption mode by mode: the choice, and what the scheduler makes of it. Blocks of 4 tokens."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.host_pool import HostPool
+from engine.preemption import Choice, Costs, Victim, choose
+from engine.runner import Batch, StepOutput
+from protocol.errors import ProtocolError
+from tests.engine.chain_model import answer_of
+from tests.engine.scheduler_driver import Driver, key_of
+
+NO_CACHE = {"enable_prefix_caching": False}
+
+
+def driver(num_blocks: int = 7, **knobs: Any) -> Driver:
+    """a grows until b, the newest, has to go: six blocks, two prompts of 8 tokens; b leaves with 12 computed ones in three blocks."""
+    made = Driver(num_blocks=num_blocks, **({"preemption": "swap", "num_host_blocks": 6} | NO_CACHE | knobs))
+    made.add("a", 8, 12)
+    made.add("b", 8, 12, first=4)
+    return made
+
+
+def until_preempted(driver: Driver) -> Batch:
+    """Up to the schedule that evicts; its batch is in flight."""
+    while True:
+        _, events = driver.schedule()
+        if events.preempted:
+            assert events.preempted == [key_of("b")]
+            return driver.batches[0]
+        driver.commit()
+
+
+def check_answers(driver: Driver) -> None:
+    driver.run()
+    for name, first in (("a", 0), ("b", 4)):
+        prompt = [token % 13 for token in range(first, first + 8)]
+        assert driver.answers[name] == answer_of(prompt, 12, max_model_len=64, stops=frozenset())
+    driver.scheduler.check_idle()
+
+
+# ---- swap
+
+
+def test_a_swapped_sequence_goes_on_where_it_was() -> None:
+    swap = driver()
+    batch = until_preempted(swap)
+    assert batch.tray() == {"a": 1}
+    assert batch.swap_out is not None and len(batch.swap_out) == 3 and batch.swap_in is None
+    ((tokens, host_blocks),) = swap.scheduler.swapped
+    assert len(tokens) == 12 and batch.swap_out[:, 1].tolist() == host_blocks
+    assert swap.scheduler.num_free_host_blocks == 3
+    swap.commit()
+    while "b" not in swap.schedule()[0]:
+        swap.commit()
+    (batch,) = swap.batches
+    assert batch.swap_in is not None and batch.swap_in[:, 0].tolist() == host_blocks
+    assert (batch.num_computed.tolist(), batch.num_scheduled.tolist()) == ([12], [1])
+    assert swap.scheduler.num_free_host_blocks == 6
+    swap.commit()
+    check_answers(swap)
+    assert swap.scheduler.num_recomputed_tokens == 0
+
+
+def test_what_the_prefix_cache_kept_is_not_copied_back() -> None:
+    swap = driver(enable_prefix_caching=True)
+    batch = until_preempted(swap)
+    assert batch.swap_out is not None and len(batch.swap_out) == 3
+    swap.commit()
+    while "b" not in (resumed := swap.schedule())[0]:
+        swap.commit()
+    assert swap.batches[0].swap_in is not None
+    assert len(swap.batches[0].swap_in) == 2, "a took two of the three blocks"
+    assert resumed[1].resumed == [(key_of("b"), 12)]
+    swap.commit()
+    check_answers(swap)
+
+
+def test_swapped_in_blocks_can_be_found() -> None:
+    """Of b's three blocks a took one, which b computed past: a copy of it is findable again."""
+    swap = driver(enable_prefix_caching=True)
+    until_preempted(swap)
+    swap.commit()
+    while "b" not in swap.schedule()[0]:
+        swap.commit()
+    table = swap.scheduler._state.table
+    visible = set(swap.scheduler.blocks.visible().values())
+    assert set(table.blocks_of(0)[:3]) <= visible
+
+
+def test_a_full_host_pool_means_recomputing() -> None:
+    swap = driver(num_host_blocks=2)
+    while not (events := swap.step()[1]).preempted:
+        pass
+    assert events.choices == [Choice("recompute", "host_full")]
+    check_answers(swap)
+    assert swap.scheduler.num_recomputed_tokens == 12
+
+
+def test_nothing_is_reserved_in_blocks_that_are_still_to_be_copied_out() -> None:
+    """A transfer into them could not wait. Not in the step that evicted, nor in a second one in flight."""
+    swap = Driver(num_blocks=7, preemption="swap", num_host_blocks=6, scheduling_policy="priority", **NO_CACHE)
+    swap.add("a", 8, 16)
+    swap.add("b", 8, 12, first=4, priority=2)
+    swap.step()
+    remote = swap.add("remote", 3, 9, kv="remote", first=3, priority=1)
+    while not (events := swap.schedule()[1]).preempted:
+        swap.commit()
+        if len(swap.answers["b"]) == 4:
+            swap.scheduler.offer(remote.key)  # it heads the line now, and finds no block
+    assert swap.batches[0].swap_out is not None
+    assert swap.scheduler.num_free_blocks >= 1 and not events.reserved
+    tray, events = swap.schedule()
+    assert (tray, events.reserved) == ({}, [])
+    swap.commit()
+    assert swap.schedule()[1].reserved
+
+
+def test_a_step_without_sequences_still_copies() -> None:
+    """b's blocks belong to c, too, which is being received: evicting b gains a nothing."""
+    swap = Driver(num_blocks=6, preemption="swap", num_host_blocks=6)
+    swap.add("a", 8, 4)
+    swap.add("b", 8, 4, first=4)
+    request = swap.add("c", 8, 4, kv="remote", first=4)
+    swap.scheduler.offer(request.key)
+    (reserved,) = swap.step()[1].reserved
+    assert reserved.num_cached_tokens == 8
+    tray, events = swap.schedule()
+    assert (tray, events.preempted) == ({}, [key_of("b")])
+    (batch,) = swap.batches
+    assert batch.swap_out is not None and len(batch.swap_out) == 2
+    assert not len(swap.commit().slots)
+    assert swap.schedule()[0] == {}
+    swap.scheduler.arrive(request.key, swap.answers["b"][0])
+    swap.run()
+    assert swap.ended == dict.fromkeys("abc", "length")
+    assert swap.answers["b"] == swap.answers["c"]
+    swap.scheduler.check_idle()
+
+
+def test_an_aborted_sequence_gives_its_host_blocks_back() -> None:
+    swap = driver()
+    until_preempted(swap)
+    swap.scheduler.abort(key_of("b"))
+    assert swap.scheduler.num_free_host_blocks == 6
+    swap.commit()
+    swap.run()
+    swap.scheduler.check_idle()
+
+
+def test_a_failed_copy_means_recomputing() -> None:
+    swap = driver()
+    until_preempted(swap)
+    assert swap.scheduler.fail_step() == [key_of("a")]
+    swap.batches.clear()
+    swap.scheduler.abort(key_of("a"))
+    assert (swap.scheduler.swapped, swap.scheduler.num_free_host_blocks) == ([], 6)
+    assert swap.step()[0] == {"b": 13}
+    assert swap.scheduler.num_recomputed_tokens == 12
+
+
+def test_a_failed_copy_back_spoils_the_sequence_and_what_was_findable_of_it() -> None:
+    swap = driver(enable_prefix_caching=True)
+    until_preempted(swap)
+    swap.commit()
+    while "b" not in swap.schedule()[0]:
+        swap.commit()
+    (batch,) = swap.batches
+    assert batch.swap_in is not None
+    spoilt = swap.scheduler.fail_step()
+    assert key_of("b") in spoilt
+    assert not set(batch.swap_in[:, 1].tolist()) & set(swap.scheduler.blocks.visible().values())
+    for key in spoilt:
+        swap.scheduler.abort(key)
+    swap.scheduler.check_idle()
+
+
+def test_a_swapped_sequence_that_outgrew_the_pool_ends() -> None:
+    swap = Driver(num_blocks=4, preemption="swap", num_host_blocks=6, max_num_seqs=1, **NO_CACHE)
+    swap.add("a", 10, 30)
+    swap.run()
+    assert swap.ended == {"a": "length"}
+    swap.scheduler.check_idle()
+
+
+def test_host_blocks_have_one_owner() -> None:
+    pool = HostPool(3)
+    blocks = pool.allocate(2)
+    with pytest.raises(ProtocolError, match="2 host blocks asked for, 1 are free"):
+        pool.allocate(2)
+    pool.release(blocks)
+    with pytest.raises(ProtocolError, match="more often than taken"):
+        pool.release(blocks[:1])
+    assert pool.num_free == 3
+
+
+# ---- remote
+
+
+def test_remote_gives_back_what_the_prefill_pool_has_room_for() -> None:
+    """b knows 13 tokens: four blocks."""
+    for room, choice in ((4, Choice("remote", "configured")), (3, Choice("recompute", "no_room"))):
+        remote = driver(preemption="remote", num_host_blocks=0)
+        remote.scheduler.set_prefill_room(room)
+        while not (events := remote.step()[1]).preempted:
+            pass
+        assert events.choices == [choice]
+        assert events.returned == ([key_of("b")] if choice.mode == "remote" else [])
+        if choice.mode == "remote":
+            remote.run()
+            assert list(remote.ended) == ["a"]
+            remote.scheduler.check_idle()
+        else:
+            check_answers(remote)
+
+
+def test_the_room_is_spent_once() -> None:
+    remote = Driver(num_blocks=10, preemption="remote", **NO_CACHE)
+    remote.scheduler.set_prefill_room(5)
+    for index, name in enumerate("abc"):
+        remote.add(name, 8, 20, first=index)
+    choices: list[Choice] = []
+    while len(choices) < 2:
+        choices += remote.step()[1].choices
+    assert choices == [Choice("remote", "configured"), Choice("recompute", "no_room")]
+
+
+# ---- auto
+
+VICTIM = Victim(num_tokens=101, num_computed=100, num_blocks=7, num_running=10)
+
+
+def costs(prompt_token_s: float | None, copy_block_s: float | None) -> Costs:
+    made = Costs()
+    made.prompt_token_s, made.copy_block_s = prompt_token_s, copy_block_s
+    return made
+
+
+@pytest.mark.parametrize(
+    ("measured", "num_host_free", "has_room", "choice"),
+    [
+        (costs(None, None), 9, True, Choice("recompute", "unmeasured")),
+        (costs(0.001, None), 9, True, Choice("swap", "unmeasured")),
+        (costs(0.001, None), 6, False, Choice("recompute", "cheapest")),
+        (costs(0.001, 0.001), 9, False, Choice("swap", "cheapest")),  # 0.1 s against 0.014 s, of ten sequences
+        (costs(0.001, 0.001), 6, False, Choice("recompute", "cheapest")),
+        (costs(0.001, 0.01), 9, False, Choice("recompute", "cheapest")),
+        (costs(0.001, 0.01), 9, True, Choice("remote", "cheapest")),  # 0.1 + 0.101 + 0.07 s of one sequence
+        (costs(0.001, 0.001), 9, True, Choice("swap", "cheapest")),
+        (costs(0.0001, 0.01), 9, True, Choice("recompute", "cheapest")),
+    ],
+)
+def test_auto_takes_what_delays_least(measured: Costs, num_host_free: int, has_room: bool, choice: Choice) -> None:
+    assert choose("auto", VICTIM, measured, num_host_free=num_host_free, has_room=has_room) == choice
+
+
+def test_a_knob_is_obeyed_where_it_can_be() -> None:
+    cheap = costs(0.001, 0.001)
+    assert choose("recompute", VICTIM, cheap, num_host_free=9, has_room=True) == Choice("recompute", "configured")
+    assert choose("swap", VICTIM, cheap, num_host_free=7, has_room=True) == Choice("swap", "configured")
+    assert choose("remote", VICTIM, cheap, num_host_free=9, has_room=True) == Choice("remote", "configured")
+
+
+def step(scheduled: list[int], seconds: float, *, swapped: int = 0, swap_seconds: float = 0.0) -> tuple[Batch, StepOutput]:
+    num_scheduled = np.array(scheduled, np.int32)
+    shared = np.zeros((len(scheduled), 1), np.int32)
+    batch = Batch(
+        step=0,
+        rows=np.arange(len(scheduled), dtype=np.int32),
+        num_scheduled=num_scheduled,
+        num_computed=num_scheduled,
+        sample=num_scheduled > 0,
+        token_ids=shared,
+        block_tables=shared,
+        swap_out=np.zeros((swapped, 2), np.int32) if swapped else None,
+    )
+    output = StepOutput(token_ids=shared, counts=num_scheduled, seconds=seconds, swap_seconds=swap_seconds)
+    return batch, output
+
+
+def test_costs_are_averages_of_what_was_measured() -> None:
+    measured = Costs()
+    measured.observe(*step([1, 1], 0.0))
+    assert (measured.decode_step_s, measured.prompt_token_s, measured.copy_block_s) == (None, None, None)
+    measured.observe(*step([1, 1], 0.010))
+    measured.observe(*step([1, 1], 0.020))
+    assert measured.decode_step_s == pytest.approx(0.012)
+    measured.observe(*step([1, 100], 0.112 + 0.5, swapped=10, swap_seconds=0.5))
+    assert measured.prompt_token_s == pytest.approx(0.112 * 100 / 101 / 100), "at least its share of the step"
+    assert measured.copy_block_s == pytest.approx(0.05)
+    measured.observe(*step([], 0.1, swapped=10, swap_seconds=0.1))
+    assert measured.copy_block_s == pytest.approx(0.042)

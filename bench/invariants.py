@@ -92,7 +92,7 @@ class Invariants:
                 self._fail(f"I1: a pull writes into free blocks of {replica.address.replica_id}")
 
     def _check_swaps(self) -> None:
-        """Host blocks: each free or of one sequence, holding that one's KV once it is copied. I1: what a copy is to read or write is safe."""
+        """Host blocks: each free or of one sequence, holding its KV once that is copied. I1: what a copy is to read or write is safe."""
         for replica in self._simulation.replicas.values():
             scheduler, name, host = replica.scheduler, replica.address.replica_id, replica.runner.copies.host
             swapped = scheduler.swapped

@@ -186,7 +186,9 @@ def run_mode(mode: Mode, costs: MeasuredCosts, *, num_host_blocks: int, num_requ
         itl_p50_ms=round(float(np.percentile(gaps, 50)) * 1000, 1),
         itl_p99_ms=round(float(np.percentile(gaps, 99)) * 1000, 1),
         preemptions={name: int(decode[f"preemptions_{name}"]) for name in ("recompute", "swap", "remote")},
-        reasons={name.removeprefix("preemption_reason_"): int(n) for name, n in decode.items() if n and name.startswith("preemption_reason")},
+        reasons={
+            name.removeprefix("preemption_reason_"): int(n) for name, n in decode.items() if n and name.startswith("preemption_reason")
+        },
         recomputed_tokens=decode_scheduler.num_recomputed_tokens,
         prefilled_again_tokens=int(prefill["prompt_tokens"]) - prompts,
         swapped_mbytes=round(decode["swapped_bytes"] / (8 * BLOCK_SIZE) * costs.block_bytes / 1e6, 1),

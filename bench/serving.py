@@ -28,6 +28,7 @@ from twopass.client import AsyncClient, Timing
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 64
 BATCHES = (8, 32)
 IDLE_S = 5.0
+PEER = "transformers generate"
 HANDOFF_STAGES = ("reserve_wait", "transfer", "decode_queue", "messages")
 
 TRANSFORMERS = """
@@ -47,6 +48,28 @@ with torch.inference_mode():
 print(batch * output / (time.perf_counter() - started))
 """
 
+LINEARS = """
+import sys, time, pathlib, torch
+from engine.models.llama import load_model
+torch.set_num_threads(2)
+model, batch = load_model(pathlib.Path(sys.argv[1]), "bfloat16"), int(sys.argv[2])
+config = model.config
+hidden = torch.randn(batch, config.hidden_size, dtype=torch.bfloat16)
+inner = torch.randn(batch, config.intermediate_size, dtype=torch.bfloat16)
+heads = torch.randn(batch, config.num_heads * config.head_dim, dtype=torch.bfloat16)
+def step():
+    for layer in model.layers:
+        layer.qkv(hidden), layer.o(heads), layer.gate_up(hidden), layer.down(inner)
+    model.lm_head(hidden)
+times = []
+with torch.inference_mode():
+    for _ in range(40):
+        started = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - started)
+print(sorted(times)[len(times) // 2])
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -61,13 +84,22 @@ class Row:
     itl_p99_ms: float | None = None
     handoff_p50_ms: float | None = None
     bytes_share: float | None = None
+    scheduler_share: float | None = None
+    """Scheduler seconds over step seconds, all engines of the deployment."""
 
 
 def transformers_row(model_dir: Path, batch: int) -> Row:
     """Static batch, greedy, bf16, 2 threads, in a process of its own."""
     command = [sys.executable, "-c", TRANSFORMERS, str(model_dir), str(batch), str(PROMPT_TOKENS), str(OUTPUT_TOKENS)]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return Row("transformers generate", batch, float(output.split()[-1]))
+    return Row(PEER, batch, float(output.split()[-1]))
+
+
+def linears_row(model_dir: Path, batch: int) -> Row:
+    """The floor: the decode steps' matrix products alone, bf16, 2 threads, without attention, norms, sampling or prompts."""
+    command = [sys.executable, "-c", LINEARS, str(model_dir), str(batch)]
+    step_s = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+    return Row("linears alone (floor)", batch, batch / step_s)
 
 
 async def _one(client: AsyncClient, prompt: list[int], num_tokens: int) -> tuple[list[float], Timing]:
@@ -91,11 +123,16 @@ async def _load(port: int, batch: int, seed: int) -> tuple[float, list[tuple[lis
         return time.perf_counter() - started, list(answers)
 
 
-def _pulled_s(deployment: Deployment) -> tuple[float, float]:
-    """Seconds that pulls took so far, and their number of requests, over all decode engines."""
+def _counted(deployment: Deployment) -> dict[str, float]:
+    """Counters of all engines, summed; `requests` of decode engines alone."""
     time.sleep(1.1)  # until every engine has reported once more
-    counters = [load.status.counters for load in deployment.loads() if load.status is not None and load.hello.role == "decode"]
-    return sum(c["pull_seconds"] for c in counters), sum(c["requests"] for c in counters)
+    total: dict[str, float] = {}
+    for load in deployment.loads():
+        if load.status is not None:
+            for name, value in load.status.counters.items():
+                if name != "requests" or load.hello.role == "decode":
+                    total[name] = total.get(name, 0.0) + value
+    return total
 
 
 def serving_rows(
@@ -115,24 +152,23 @@ def serving_rows(
     with Deployment(config, note) as deployment:
         asyncio.run(_load(deployment.port, 8, seed=1))  # first touch of memory and caches
         for batch in BATCHES:
-            pulled_before, requests_before = _pulled_s(deployment)
+            before = _counted(deployment)
             seconds, answers = asyncio.run(_load(deployment.port, batch, seed=2 + batch))
-            pulled_after, requests_after = _pulled_s(deployment)
-            rows.append(
-                _row(name, seconds, answers, (pulled_after - pulled_before) / max(1.0, requests_after - requests_before), prefill > 0)
-            )
+            spent = {key: value - before.get(key, 0.0) for key, value in _counted(deployment).items()}
+            rows.append(_row(name, seconds, answers, spent, prefill > 0))
         pids = [deployment.actor(load.address.replica_id).call("pid") for load in deployment.loads()]
-        before = sum(map(_cpu_s, pids))
+        idle_before = sum(map(_cpu_s, pids))
         time.sleep(IDLE_S)
-        idle = (sum(map(_cpu_s, pids)) - before) / IDLE_S / len(pids)
+        idle = (sum(map(_cpu_s, pids)) - idle_before) / IDLE_S / len(pids)
     return rows, idle
 
 
-def _row(name: str, seconds: float, answers: list[tuple[list[float], Timing]], pulled_s: float, split: bool) -> Row:
+def _row(name: str, seconds: float, answers: list[tuple[list[float], Timing]], spent: dict[str, float], split: bool) -> Row:
     gaps = np.concatenate([np.diff(times) for times, _ in answers]) * 1e3
     first = np.array([times[0] for times, _ in answers]) * 1e3
     handoffs = [sum(timing.stages.get(stage, 0.0) for stage in HANDOFF_STAGES) for _, timing in answers]
     handoff_s = float(np.median(handoffs))
+    pulled_s = spent.get("pull_seconds", 0.0) / max(1.0, spent["requests"])
     return Row(
         system=name,
         num_requests=len(answers),
@@ -143,6 +179,7 @@ def _row(name: str, seconds: float, answers: list[tuple[list[float], Timing]], p
         itl_p99_ms=float(np.percentile(gaps, 99)),
         handoff_p50_ms=handoff_s * 1e3 if split else None,
         bytes_share=min(1.0, pulled_s / handoff_s) if split and handoff_s else None,
+        scheduler_share=spent["scheduler_seconds"] / spent["step_seconds"],
     )
 
 
@@ -157,7 +194,8 @@ def run(model_dir: Path, note: Callable[[str], None]) -> dict[str, Any]:
     for batch in BATCHES:
         note(f"transformers, {batch} requests")
         rows.append(transformers_row(model_dir, batch))
-    peers = {row.num_requests: row.output_tokens_per_s for row in rows}
+        rows.append(linears_row(model_dir, batch))
+    peers = {row.num_requests: row.output_tokens_per_s for row in rows if row.system == PEER}
     note("colocated, 2 threads")
     colocated, idle_colocated = serving_rows("colocated, 2 threads", model_dir, 0, 1, 2, note)
     note("1 prefill + 1 decode, 1 thread each")
@@ -171,17 +209,31 @@ def run(model_dir: Path, note: Callable[[str], None]) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    lines = [
-        f"{'system':24} {'reqs':>4} {'tok/s':>8} {'ratio':>6} {'TTFT p50/p99 ms':>17} {'ITL p50/p99 ms':>16} {'handoff p50 ms':>15} {'bytes':>6}"
-    ]
+    """One line per row; a dash where a figure does not apply."""
+    heads = ("system", "reqs", "tok/s", "ratio", "TTFT p50/p99 ms", "ITL p50/p99 ms", "handoff ms", "bytes", "sched")
+    widths = (24, 5, 7, 6, 17, 16, 11, 6, 6)
+
+    def pair(row: dict[str, Any], name: str) -> str:
+        return "-" if row[f"{name}_p50_ms"] is None else f"{row[f'{name}_p50_ms']:.1f} / {row[f'{name}_p99_ms']:.1f}"
+
+    def one(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    cells = [heads]
     for row in result["rows"]:
-        ttft = f"{row['ttft_p50_ms']:.0f} / {row['ttft_p99_ms']:.0f}" if row["ttft_p50_ms"] is not None else "-"
-        itl = f"{row['itl_p50_ms']:.1f} / {row['itl_p99_ms']:.1f}" if row["itl_p50_ms"] is not None else "-"
-        handoff = f"{row['handoff_p50_ms']:.1f}" if row["handoff_p50_ms"] is not None else "-"
-        share = f"{row['bytes_share']:.0%}" if row["bytes_share"] is not None else "-"
-        lines.append(
-            f"{row['system']:24} {row['num_requests']:4} {row['output_tokens_per_s']:8.0f} {row['ratio']:6.2f} {ttft:>17} {itl:>16} {handoff:>15} {share:>6}"
+        cells.append(
+            (
+                *(row["system"], str(row["num_requests"]), f"{row['output_tokens_per_s']:.0f}", f"{row['ratio']:.2f}"),
+                *(pair(row, "ttft"), pair(row, "itl"), one(row["handoff_p50_ms"], ".1f")),
+                *(one(row["bytes_share"], ".0%"), one(row["scheduler_share"], ".1%")),
+            )
         )
+    lines = [
+        " ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width) for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in cells
+    ]
     idle = ", ".join(f"{name} {share:.2%}" for name, share in result["idle_cpu_share_of_a_core"].items())
     return "\n".join([*lines, f"CPU of an idle engine, share of a core: {idle}"])
 

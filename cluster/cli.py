@@ -85,7 +85,10 @@ def serve(
                 deployment.watch()
             console.print(f"draining, at most {drain_s:g} s; Ctrl-C again stops at once")
             num_lost = deployment.drain(drain_s)
-            console.print(f"stopping; {num_lost} requests were still open" if num_lost else "drained, stopping")
+            if num_lost is None:
+                console.print("stopping; the router died, what was open is lost")
+            else:
+                console.print(f"stopping; {num_lost} requests were still open" if num_lost else "drained, stopping")
     except KeyboardInterrupt:
         console.print("stopped")
         raise typer.Exit(130) from None

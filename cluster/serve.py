@@ -125,17 +125,16 @@ class Deployment:
                 self._watch(engine, now)
         time.sleep(timeout_s)
 
-    def drain(self, deadline_s: float) -> int:
-        """Takes nothing new and waits for open requests; returns how many were lost: open at the deadline, or when the router died."""
+    def drain(self, deadline_s: float) -> int | None:
+        """Takes nothing new and waits for open requests; returns how many were open at the deadline. None: the router died, all are lost."""
         self._draining = True
         drained_at = time.monotonic() + deadline_s
-        num_open = 0
         try:
             self._router.live.call("drain", deadline_s)
             while (num_open := int(self._router.live.call("num_open"))) and time.monotonic() < drained_at:
                 self.watch()
         except (ActorDied, StartupError):
-            self.progress("the router is down")
+            return None
         return num_open
 
     def stop(self) -> None:

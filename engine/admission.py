@@ -40,7 +40,7 @@ def seat_arrived(state: SchedulerState, budget: int) -> list[int]:
 def serve_line(state: SchedulerState, budget: int, *, alone: bool) -> list[int]:
     """Admits and reserves from the head of the line until somebody does not fit. Returns the tokens of each that was admitted."""
     newcomers: list[int] = []
-    while (sequence := state.line.head()) is not None:
+    while (sequence := state.line.head()) is not None and not state.closed:
         if sequence.kv == "remote":
             if not _reserve(state, sequence):
                 break

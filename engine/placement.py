@@ -172,6 +172,7 @@ def preempt(state: SchedulerState, position: int) -> None:
     state.blocks.release(blocks)
     state.events.preempted.append(key)
     state.events.choices.append(choice)
+    state.costs.recompute_tried |= choice.mode == "recompute"
     if choice.mode == "remote":
         state.prefill_room_blocks -= needed
         del state.live[key]

@@ -44,6 +44,8 @@ class Costs:
         self.prompt_token_s: float | None = None
         self.decode_step_s: float | None = None
         self.copy_block_s: float | None = None
+        self.recompute_tried = False
+        """One sequence is enough to learn from; until it runs again, others need not follow it."""
 
     def observe(self, batch: Batch, output: StepOutput) -> None:
         """Learns from one executed step; one without a duration teaches nothing."""
@@ -79,10 +81,10 @@ def choose(
 
 
 def _cheapest(victim: Victim, costs: Costs, *, fits_host: bool, has_room: bool) -> Choice:
-    if costs.prompt_token_s is None:
-        return Choice("recompute", "unmeasured")
     if fits_host and costs.copy_block_s is None:
         return Choice("swap", "unmeasured")
+    if costs.prompt_token_s is None:
+        return Choice("swap" if fits_host and costs.recompute_tried else "recompute", "unmeasured")
     copy_s = victim.num_blocks * (costs.copy_block_s or 0.0)
     price: dict[Mode, float] = {"recompute": victim.num_computed * costs.prompt_token_s * victim.num_running}
     if fits_host:

@@ -4,7 +4,7 @@ A sequence has `tokens` known and `computed` done; each step closes some of that
 
  1. `schedule`: running sequences in admission order (placement.py), then arrived ones, whose KV came from elsewhere, then the waiting
     line (admission.py), under one budget of tokens. A running one that finds no block evicts another; a step that evicted admits
-    nobody from the line.
+    nobody from the line. How the evicted one gets its KV back: preemption.py.
  2. The runner executes the batch. Meanwhile `schedule` may be called once more: tokens still being sampled are placeholders.
  3. `commit`: sampled tokens become known; sequences that are complete leave and free their blocks (results.py).
 
@@ -69,7 +69,7 @@ class Scheduler:
             line=WaitingLine(config.scheduling_policy, config.priority_aging_s),
             eos_token_ids=eos_token_ids,
             proposer=proposer if config.num_speculative_tokens else None,
-            thrash=ThrashMeter(clock, window_s=config.thrash_window_s, limit=config.thrash_limit)
+            thrash=ThrashMeter(clock, window_s=config.thrash_window_s, limit=config.thrash_limit, max_num_seqs=config.max_num_seqs)
             if clock and config.thrash_limit
             else None,
             host=HostPool(num_host_blocks),
@@ -263,8 +263,10 @@ class Scheduler:
         hash_running(state, num)
         budget -= int(np.add.reduce(num))
         newcomers = seat_arrived(state, budget) if state.arrived else []
-        closed = state.thrash is not None and len(num) > 0 and state.thrash.past_limit
-        if len(state.events.preempted) == num_preempted and not closed:
+        preempted = len(state.events.preempted) > num_preempted
+        if state.thrash is not None:
+            state.thrash.adapt(len(table), preempted=preempted)
+        if not preempted:
             newcomers += serve_line(state, budget - len(newcomers), alone=alone)
         if newcomers:
             num = np.concatenate((num, np.array(newcomers, np.int32)))

@@ -71,6 +71,13 @@ class SchedulerState:
     def has_seat(self) -> bool:
         return len(self.table) < self.config.max_num_seqs and self.table.has_row
 
+    @property
+    def closed(self) -> bool:
+        """Preemptions cost too much: nobody of the line enters beside those that run or have a destination."""
+        if self.thrash is None or not len(self.table):
+            return False
+        return len(self.table) + self.num_reserved + len(self.arrived) >= self.thrash.seats
+
     def leave(self, positions: Iterable[int]) -> None:
         """Unseats sequences whose blocks have been released or handed over. Positions change."""
         positions = list(positions)

@@ -33,9 +33,7 @@ class TorchCPURunner:
     Sets torch's thread count for the whole process. Raises CapacityError if `cache` is no whole number of blocks, or of fewer than 2.
     """
 
-    def __init__(
-        self, model: LlamaModel, cache: torch.Tensor, *, block_size: int, num_threads: int, num_host_blocks: int = 0
-    ) -> None:
+    def __init__(self, model: LlamaModel, cache: torch.Tensor, *, block_size: int, num_threads: int, num_host_blocks: int = 0) -> None:
         config = model.config
         block_shape = (config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
         block_bytes = int(np.prod(block_shape)) * model.dtype.itemsize

@@ -25,7 +25,12 @@ class Driver:
         config = EngineConfig(**(defaults | knobs))
         self.model = ChainModel(num_blocks, config.block_size)
         self.scheduler = Scheduler(
-            config, num_blocks=num_blocks, num_host_blocks=config.num_host_blocks, eos_token_ids=eos_token_ids, proposer=self.model, clock=clock
+            config,
+            num_blocks=num_blocks,
+            num_host_blocks=config.num_host_blocks,
+            eos_token_ids=eos_token_ids,
+            proposer=self.model,
+            clock=clock,
         )
         self.answers: dict[str, list[int]] = {}
         self.offsets: dict[str, list[int]] = {}

@@ -12,12 +12,13 @@ from protocol.errors import ProtocolError
 from tests.engine.chain_model import answer_of
 from tests.engine.scheduler_driver import Driver, key_of
 
-NO_CACHE = {"enable_prefix_caching": False}
+NO_CACHE: dict[str, Any] = {"enable_prefix_caching": False}
 
 
 def driver(num_blocks: int = 7, **knobs: Any) -> Driver:
     """a grows until b, the newest, has to go: six blocks, two prompts of 8 tokens; b leaves with 12 computed ones in three blocks."""
-    made = Driver(num_blocks=num_blocks, **({"preemption": "swap", "num_host_blocks": 6} | NO_CACHE | knobs))
+    defaults = NO_CACHE | {"preemption": "swap", "num_host_blocks": 6}
+    made = Driver(num_blocks=num_blocks, **(defaults | knobs))
     made.add("a", 8, 12)
     made.add("b", 8, 12, first=4)
     return made
@@ -232,17 +233,20 @@ def test_the_room_is_spent_once() -> None:
 VICTIM = Victim(num_tokens=101, num_computed=100, num_blocks=7, num_running=10)
 
 
-def costs(prompt_token_s: float | None, copy_block_s: float | None) -> Costs:
+def costs(prompt_token_s: float | None, copy_block_s: float | None, *, recompute_tried: bool = False) -> Costs:
     made = Costs()
-    made.prompt_token_s, made.copy_block_s = prompt_token_s, copy_block_s
+    made.prompt_token_s, made.copy_block_s, made.recompute_tried = prompt_token_s, copy_block_s, recompute_tried
     return made
 
 
 @pytest.mark.parametrize(
     ("measured", "num_host_free", "has_room", "choice"),
     [
-        (costs(None, None), 9, True, Choice("recompute", "unmeasured")),
-        (costs(0.001, None), 9, True, Choice("swap", "unmeasured")),
+        (costs(None, None), 9, True, Choice("swap", "unmeasured")),
+        (costs(None, None), 6, True, Choice("recompute", "unmeasured")),
+        (costs(None, 0.001), 9, True, Choice("recompute", "unmeasured")),
+        (costs(None, 0.001, recompute_tried=True), 9, True, Choice("swap", "unmeasured")),
+        (costs(None, 0.001, recompute_tried=True), 6, True, Choice("recompute", "unmeasured")),
         (costs(0.001, None), 6, False, Choice("recompute", "cheapest")),
         (costs(0.001, 0.001), 9, False, Choice("swap", "cheapest")),  # 0.1 s against 0.014 s, of ten sequences
         (costs(0.001, 0.001), 6, False, Choice("recompute", "cheapest")),

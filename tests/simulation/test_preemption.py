@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 
@@ -18,10 +19,10 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 FAILING_STEPS = Faults(step_failure=0.1)
 
 
-def run(num_seeds: int, faults: Faults) -> Counter[str]:
+def run(num_seeds: int, *loads: Faults) -> Counter[str]:
     """What the engines that were there at the end counted."""
     counted: Counter[str] = Counter()
-    for seed in range(1, num_seeds + 1):
+    for faults, seed in product(loads, range(1, num_seeds + 1)):
         simulation = Simulation(seed, num_decode=1 + seed % 2, num_requests=24, faults=faults, tight=True)
         simulation.run()
         for replica in simulation.replicas.values():
@@ -30,7 +31,7 @@ def run(num_seeds: int, faults: Faults) -> Counter[str]:
 
 
 def test_every_mode_and_every_reason_happens() -> None:
-    counted = run(20, NO_FAULTS) + run(20, ALL_FAULTS) + run(20, FAILING_STEPS)
+    counted = run(20, NO_FAULTS, ALL_FAULTS, FAILING_STEPS)
     print(f"\n{dict(counted)}")
     modes, reasons = ("recompute", "swap", "remote"), ("configured", "host_full", "no_room", "unmeasured", "cheapest")
     assert sum(counted[f"preemptions_{mode}"] for mode in modes) == sum(counted[f"preemption_reason_{reason}"] for reason in reasons)
@@ -96,6 +97,5 @@ def host_blocks_kept_by_the_dead(patch: pytest.MonkeyPatch) -> None:
 def test_planted_bug_is_caught(plant: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     with pytest.raises(Violation) as caught:
-        for faults in (NO_FAULTS, ALL_FAULTS, FAILING_STEPS):
-            run(60, faults)
+        run(60, NO_FAULTS, ALL_FAULTS, FAILING_STEPS)
     print(f"\n{plant.__name__}: {caught.value}")

@@ -26,6 +26,7 @@ from engine.proposer import NGramProposer
 from engine.runner import Runner
 from engine.runners import arithmetic
 from engine.scheduler import Proposer, Scheduler
+from kv_transfer.checksum import Checksum, checksum_of
 from kv_transfer.layout import KVLayout
 from kv_transfer.lease import LeaseTable
 from kv_transfer.segment import PREFIX, SharedSegment, remove_stale
@@ -120,6 +121,7 @@ def build_prefill(config: ClusterConfig, address: Address, send: Send, prefix: s
         link=_link(config),
         hello=_hello("prefill", pool, blocks, layout, export(segment)),
         clock=time.monotonic,
+        checksum=_checksum(config, segment.cache),
     )
     return _loop(service, _runner(config, pool, segment.cache, 0), pool, address, send)
 
@@ -144,9 +146,14 @@ def build_decode(config: ClusterConfig, address: Address, send: Send, prefix: st
         hello=_hello("decode", pool, len(cache), layout, b""),
         block_bytes=layout.block_bytes,
         clock=time.monotonic,
+        checksum=_checksum(config, cache),
     )
     loops.append(_loop(service, _runner(config, pool, cache, num_host_blocks(pool, served)), pool, address, send))
     return loops[0]
+
+
+def _checksum(config: ClusterConfig, cache: npt.NDArray[np.uint8]) -> Checksum | None:
+    return checksum_of(cache) if config.transfer.checksum else None
 
 
 def _loop(service: Service, runner: Runner, pool: PoolConfig, address: Address, send: Send) -> EngineLoop:

@@ -126,7 +126,7 @@ class Deployment:
         time.sleep(timeout_s)
 
     def drain(self, deadline_s: float) -> int | None:
-        """Takes nothing new and waits for open requests; returns how many were open at the deadline. None: the router died, all are lost."""
+        """Takes nothing new and waits for open requests; returns how many were open at the end. None: the router died, all are lost."""
         self._draining = True
         drained_at = time.monotonic() + deadline_s
         try:

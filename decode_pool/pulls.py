@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
+from kv_transfer.checksum import Checksum
 from kv_transfer.transport import Endpoint, Peer, Pending, Transport
 from protocol.clock import Clock
-from protocol.errors import LeaseLost, PullFailed, TransferError
+from protocol.errors import ChecksumMismatch, LeaseLost, PullFailed, TransferError
 from protocol.messages import Address, RequestKey
 
 
@@ -16,6 +18,8 @@ class _Pull:
     source: Address
     lease_slot: int
     lease_id: int
+    dst_blocks: Sequence[int]
+    checksums: Sequence[int]
     started_at: float
 
 
@@ -31,9 +35,11 @@ class PullEnd:
 class Pulls:
     """At most one pull per request. Verbs: `start`, `ended`, `cancel`; `connect` opens peers."""
 
-    def __init__(self, transport: Transport, clock: Clock) -> None:
+    def __init__(self, transport: Transport, clock: Clock, checksum: Checksum | None) -> None:
         self._transport = transport
         self._clock = clock
+        self._checksum = checksum
+        """Of blocks here; None: bytes are believed."""
         self._peers: dict[Address, Peer] = {}
         self._retired: list[Peer] = []
         """Of replaced prefill replicas; closed when no pull reads them any more."""
@@ -53,19 +59,27 @@ class Pulls:
         self._peers[address] = self._transport.connect(endpoint)
 
     def start(
-        self, key: RequestKey, source: Address, src_blocks: Sequence[int], dst_blocks: Sequence[int], *, lease_slot: int, lease_id: int
+        self,
+        key: RequestKey,
+        source: Address,
+        src_blocks: Sequence[int],
+        dst_blocks: Sequence[int],
+        *,
+        lease_slot: int,
+        lease_id: int,
+        checksums: Sequence[int] = (),
     ) -> None:
-        """Starts copying `src_blocks[i]` of `source` to `dst_blocks[i]` here. Raises TransferError if it cannot."""
+        """Starts copying `src_blocks[i]` of `source`, with `checksums[i]`, to `dst_blocks[i]` here. Raises TransferError if it cannot."""
         peer = self._peers.get(source)
         if peer is None:
             raise PullFailed(f"the cache of {source.replica_id} epoch {source.epoch} is not open")
         pending = peer.pull(src_blocks, dst_blocks)
-        self._running[key] = _Pull(pending, peer, source, lease_slot, lease_id, self._clock())
+        self._running[key] = _Pull(pending, peer, source, lease_slot, lease_id, dst_blocks, checksums, self._clock())
 
     def ended(self) -> list[PullEnd]:
         """Pulls that have become terminal since the last call, each once, with their verdict.
 
-        The order is what safety rests on: bytes complete, barrier, then the word.
+        The order is what safety rests on: bytes complete, barrier, then the word. Checksums come last: they read our own blocks.
         """
         ends = []
         for key in [key for key, pull in self._running.items() if pull.pending.poll()]:
@@ -85,6 +99,9 @@ class Pulls:
             return PullFailed(pull.pending.error)
         if pull.peer.read_word(pull.lease_slot) != pull.lease_id:
             return LeaseLost(f"lease {pull.lease_id:#x} of {pull.source.replica_id} ended before the pull did")
+        if self._checksum is not None and (found := self._checksum(pull.dst_blocks)) != tuple(pull.checksums):
+            wrong = sum(mine != theirs for mine, theirs in zip_longest(found, pull.checksums))
+            return ChecksumMismatch(f"{wrong} of {len(found)} blocks of {pull.source.replica_id} arrived changed")
         return None
 
     def _close_retired(self) -> None:

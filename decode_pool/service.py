@@ -23,11 +23,12 @@ from engine.runner import Batch, StepOutput
 from engine.scheduler import Scheduler
 from engine.sequence import Request
 from engine.step_counts import StepCounts
+from kv_transfer.checksum import Checksum
 from kv_transfer.config import TransferConfig
 from kv_transfer.state import DECODE_TABLE, DecodeEvent, DecodeState, advance
 from kv_transfer.transport import Transport
 from protocol.clock import Clock
-from protocol.errors import InvalidRequest, LeaseLost, ProtocolError, TransferError
+from protocol.errors import ChecksumMismatch, InvalidRequest, LeaseLost, ProtocolError, TransferError
 from protocol.messages import (
     AbortRequest,
     Address,
@@ -51,6 +52,8 @@ from protocol.timeline import Timeline
 from protocol.timers import Timers
 
 _LAST_TRAYS = 8
+_FAILURES: dict[type[TransferError], str] = {LeaseLost: "leases_lost", ChecksumMismatch: "checksum_failures"}
+"""Counters of failed pulls; `pull_failures` for all others."""
 
 
 @dataclass(slots=True)
@@ -89,6 +92,7 @@ class DecodeService:
         hello: Hello,
         block_bytes: int,
         clock: Clock,
+        checksum: Checksum | None = None,
     ) -> None:
         self.address = address
         self.outbox: list[tuple[Address, Message]] = []
@@ -100,7 +104,7 @@ class DecodeService:
         self._link = RouterLink(link, clock, self.outbox)
         self._entries: dict[RequestKey, Decode] = {}
         self._transport = transport
-        self._pulls = Pulls(transport, clock)
+        self._pulls = Pulls(transport, clock, checksum)
         self._num_early = 0
         self.timers: Timers[tuple[str, RequestKey]] = Timers()
         self._drain_at: float | None = None
@@ -112,7 +116,7 @@ class DecodeService:
                 *(f"preemptions_{mode}" for mode in get_args(Mode)),
                 *(f"preemption_reason_{reason}" for reason in get_args(Reason)),
                 *("recomputed_tokens", "swapped_bytes", "swap_seconds"),
-                *("pulls", "pull_failures", "leases_lost", "pulled_bytes", "pull_seconds", "timers_fired", "ignored"),
+                *("pulls", "pull_failures", "leases_lost", "checksum_failures", "pulled_bytes", "pull_seconds", "timers_fired", "ignored"),
                 *StepCounts.KEYS,
             ),
             0,
@@ -406,6 +410,7 @@ class DecodeService:
                 block_ids[first:end],
                 lease_slot=handoff.lease_slot,
                 lease_id=handoff.lease_id,
+                checksums=handoff.checksums[first:end],
             )
         except TransferError as error:
             self._pull_failed(entry, error)
@@ -431,7 +436,7 @@ class DecodeService:
             self._pull_more(entry)
 
     def _pull_failed(self, entry: Decode, error: TransferError) -> None:
-        self.counters["leases_lost" if isinstance(error, LeaseLost) else "pull_failures"] += 1
+        self.counters[_FAILURES.get(type(error), "pull_failures")] += 1
         self._leave(entry, DecodeEvent.PULL_FAILED, "failed", str(error))
 
     def _arrive(self, entry: Decode, handoff: KVHandoff) -> None:

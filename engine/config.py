@@ -52,7 +52,7 @@ class EngineConfig:
     thrash_window_s: float = 5.0
     """Over how many seconds thrashing is measured."""
     thrash_limit: float = 0.3
-    """Tokens recomputed per token generated beyond which nobody is admitted while anything runs; 0: no limit."""
+    """Tokens recomputed per token generated beyond which nobody is admitted beside those that run; 0: no limit."""
     stall_timeout_s: float = 120.0
     """An engine whose step runs for longer, or that answers nothing for longer, counts as dead and is replaced."""
 

@@ -12,6 +12,8 @@ class TransferConfig:
 
     transport: Literal["auto", "shared_memory"] = "auto"
     """auto: the best one that proves itself at start-up."""
+    checksum: bool = False
+    """Compare the bytes of pulled blocks too: each side reads them once more. A mismatch fails the attempt."""
     pull_timeout_s: float = 30.0
     """A pull that takes longer is asked to fail."""
     lease_s: float = 30.0

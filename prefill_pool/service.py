@@ -19,6 +19,7 @@ from engine.runner import Batch, StepOutput
 from engine.scheduler import PromptDone, Scheduler
 from engine.sequence import Request
 from engine.step_counts import StepCounts
+from kv_transfer.checksum import Checksum
 from kv_transfer.config import TransferConfig
 from kv_transfer.lease import LeaseTable
 from kv_transfer.state import PREFILL_TABLE, PrefillEvent, PrefillState, advance
@@ -61,6 +62,8 @@ class Prefill:
     """0 until the first handoff is sent."""
     lease_slot: int = -1
     num_offered_tokens: int = 0
+    checksums: tuple[int, ...] = ()
+    """Of the offered blocks, where blocks are checked."""
     final_sent: bool = False
     report: bool = False
     """In REVOKING: the router is told when it is over."""
@@ -92,11 +95,13 @@ class PrefillService:
         link: LinkConfig,
         hello: Hello,
         clock: Clock,
+        checksum: Checksum | None = None,
     ) -> None:
         self.address = address
         self.outbox: list[tuple[Address, Message]] = []
         self._scheduler = scheduler
         self._leases = leases
+        self._checksum = checksum
         self._config = config
         self._hello = hello
         self._clock = clock
@@ -355,6 +360,9 @@ class PrefillService:
                 raise ProtocolError("no lease slot is free: the table must have one per block")
             entry.lease_slot, entry.lease_id = slot, self._leases.next_lease_id()
             self._leases.write(slot, entry.lease_id)
+        if self._checksum is not None:
+            num_checked, num_blocks = len(entry.checksums), -(-num_ready // self._hello.block_size)
+            entry.checksums += self._checksum(block_ids[num_checked:num_blocks])
         entry.num_offered_tokens = num_ready
         entry.final_sent = first_token_id is not None
         self.counters["handoffs"] += 1
@@ -369,6 +377,7 @@ class PrefillService:
             first_token_id=first_token_id,
             first_logprobs=first_logprobs,
             layout_fingerprint=self._hello.layout_fingerprint,
+            checksums=entry.checksums,
         )
         self.outbox.append((entry.peer, handoff))
 

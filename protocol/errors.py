@@ -15,7 +15,8 @@ TwopassError
 ├── TransferError                 one KV transfer; the attempt fails, the request is retried
 │   ├── LayoutMismatch            the two caches do not look alike
 │   ├── PullFailed                bytes did not arrive
-│   └── LeaseLost                 they arrived, but the lease word had changed
+│   ├── LeaseLost                 they arrived, but the lease word had changed
+│   └── ChecksumMismatch          they arrived changed
 ├── EngineStalled                 a step does not end; its engine is replaced
 └── ProtocolError                 a bug: a message or transition that no table lists
 """
@@ -118,6 +119,10 @@ class PullFailed(TransferError):
 
 class LeaseLost(TransferError):
     """The lease word no longer named this lease after the bytes had arrived."""
+
+
+class ChecksumMismatch(TransferError):
+    """Other bytes arrived than the prefill engine had offered."""
 
 
 class EngineStalled(TwopassError):

@@ -128,6 +128,8 @@ class KVHandoff:
     layout_fingerprint: bytes
     first_logprobs: TokenLogprobs | None = None
     """Of the first token, if the request asked: decode repeats both."""
+    checksums: tuple[int, ...] = ()
+    """Of the blocks that are ready, in the order of `block_ids`; empty unless `transfer.checksum` is set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

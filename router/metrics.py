@@ -273,6 +273,13 @@ METRICS = (
         _engines("leases_lost", transport=True),
     ),
     Metric(
+        "transfer_checksum_failures",
+        "counter",
+        "Pulls that brought other bytes than were offered; counted where transfer.checksum is set.",
+        (*ENGINE, "transport"),
+        _engines("checksum_failures", transport=True),
+    ),
+    Metric(
         "leases_ended",
         "counter",
         "Leases on a prefill engine's blocks, by the answer they got; expired: none in time.",

@@ -41,6 +41,11 @@ class Replica:
     def has_room(self) -> bool:
         return self.state == "up" and self.in_flight < self.hello.max_num_seqs + DISPATCH_AHEAD
 
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Longest prompt it can ever compute."""
+        return min((self.hello.num_blocks - 1) * self.hello.block_size, self.hello.max_model_len - 1)
+
     def num_used_blocks(self, now: float) -> int:
         if self.status is None or now - self.heard_at > STALE_STATUS_S:
             return self.num_blocks
@@ -137,7 +142,7 @@ def pick(
     chosen = choose(free_decode, ask)
     if disaggregation == "off" or ask.num_uncached(chosen) < min_disaggregated_tokens:
         return Pick(None, chosen.address)
-    able = [r for r in prefill if r.state == "up" and (r.hello.num_blocks - 1) * r.hello.block_size >= ask.num_tokens]
+    able = [r for r in prefill if r.state == "up" and r.max_prompt_tokens >= ask.num_tokens]
     if not able and disaggregation == "auto":
         return Pick(None, chosen.address)
     free_prefill = [r for r in able if r.has_room]

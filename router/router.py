@@ -120,13 +120,11 @@ class Router:
 
     def _check_strict(self, num_tokens: int) -> None:
         """No silent fallback: without a prefill engine that is up and can hold even the last retry of a request, it is refused."""
-        rooms = [(r.hello.num_blocks - 1) * r.hello.block_size for r in self._fleet.pool("prefill") if r.state == "up"]
+        rooms = [r.max_prompt_tokens for r in self._fleet.pool("prefill") if r.state == "up"]
         if not rooms:
             raise RequestFailed("disaggregation is strict and no prefill engine is up")
         if num_tokens > max(rooms):
-            raise InvalidRequest(
-                "prompt", f"{num_tokens} tokens with its answer", f"the prefill engines' KV pools hold {max(rooms)} tokens"
-            )
+            raise InvalidRequest("prompt", f"{num_tokens} tokens with its answer", f"prefill engines hold {max(rooms)} tokens")
 
     def cancel(self, request_id: str) -> None:
         """The client is gone. Unknown or closed requests are fine."""

@@ -8,6 +8,7 @@ from decode_pool.service import DecodeService
 from engine.config import EngineConfig
 from engine.runners.arithmetic import ArithmeticRunner
 from engine.scheduler import Scheduler
+from kv_transfer.checksum import checksum_of
 from kv_transfer.config import TransferConfig
 from kv_transfer.lease import LeaseTable
 from kv_transfer.local import LocalNetwork, LocalTransport
@@ -107,7 +108,7 @@ class World:
 class PrefillWorld(World):
     service: PrefillService
 
-    def __init__(self, **config: Any) -> None:
+    def __init__(self, *, checked: bool = False, **config: Any) -> None:
         super().__init__(P, **config)
         self.service = PrefillService(
             address=P,
@@ -117,6 +118,7 @@ class PrefillWorld(World):
             link=LinkConfig(),
             hello=self.hello("prefill"),
             clock=self.clock,
+            checksum=checksum_of(self.cache.view(np.uint8)) if checked else None,
         )
         self.hear_router()
         self.sent()
@@ -133,7 +135,7 @@ class DecodeWorld(World):
 
     service: DecodeService
 
-    def __init__(self, *, max_early_handoffs: int = 1024, **config: Any) -> None:
+    def __init__(self, *, max_early_handoffs: int = 1024, checked: bool = False, **config: Any) -> None:
         super().__init__(D, **config)
         self.source = np.zeros((64, BLOCK_SIZE), np.int64)
         self.network.export(b"p", self.source.view(np.uint8), self.words)
@@ -146,6 +148,7 @@ class DecodeWorld(World):
             hello=self.hello("decode"),
             block_bytes=8 * BLOCK_SIZE,
             clock=self.clock,
+            checksum=checksum_of(self.cache.view(np.uint8)) if checked else None,
         )
         self.hear_router()
         self.say(ROUTER, PeerUp(peer=P, endpoint=b"p"))

@@ -123,3 +123,11 @@ def test_knobs_that_the_model_cannot_satisfy_are_named(override: str, message: s
 
 def test_an_absent_pool_is_not_checked() -> None:
     build.serve_model(small("prefill.replicas=0", "prefill.max_model_len=9999999"))
+
+
+def test_swap_space_counts_in_blocks() -> None:
+    config = small("decode.preemption=swap", "decode.swap_space_bytes=100000")
+    served = build.serve_model(config)
+    assert build.num_host_blocks(config.decode, served) == 100000 // served.layout(config.decode).block_bytes > 0
+    assert build.num_host_blocks(config.prefill, served) == 0
+    assert build.num_host_blocks(small("decode.preemption=auto", "decode.num_host_blocks=7").decode, served) == 7

@@ -1,5 +1,6 @@
 """`twopass` as people run it: exit codes, one clear line, a drain on SIGTERM, nothing left."""
 
+import os
 import re
 import signal
 import socket
@@ -10,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from engine.runners.arithmetic import expected_tokens
-from tests.e2e.leftovers import none_left
-from twopass import Client
+from tests.e2e.leftovers import descendants, none_left
+from twopass import Client, Unavailable
 
 pytestmark = pytest.mark.timeout(300)  # Ray starts in seconds alone, in a minute on a busy machine
 
@@ -90,6 +91,28 @@ def test_sigterm_drains_and_leaves_nothing() -> None:
                 got += [token_id for chunk in stream for token_id in chunk.token_ids]
             assert got == expected_tokens(prompt, num_tokens)
             assert "drained, stopping" in process.stderr.read()
+            assert process.wait() == 0
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+                process.wait()
+
+
+def test_a_router_that_dies_in_the_drain_is_not_replaced() -> None:
+    with none_left():
+        process = twopass(*SERVE, "--set", "router.grpc_port=0", "--set", "decode.num_blocks=1024")
+        assert process.stderr is not None
+        try:
+            port = next(match[1] for line in process.stderr if (match := re.search(r"serving on 127.0.0.1:(\d+)", line)))
+            with Client(f"127.0.0.1:{port}", timeout_s=60) as client:
+                stream = client.generate(prompt_token_ids=[1, 2, 3], max_tokens=8000)
+                next(stream)
+                process.send_signal(signal.SIGTERM)
+                assert any("draining" in line for line in process.stderr)
+                os.kill(next(pid for pid, command in descendants(process.pid).items() if "RouterActor" in command), signal.SIGKILL)
+                with pytest.raises(Unavailable):
+                    stream.read()
+            assert "stopping; the router died, what was open is lost" in process.stderr.read()
             assert process.wait() == 0
         finally:
             if process.poll() is None:

@@ -11,8 +11,19 @@ NOW = 100.0
 CHAIN = [bytes([i]) * 16 for i in range(4)]
 
 
-def replica(name: str, role: Any = "decode", *, free: int | None = None, age: float = 0.0, num_blocks: int = 101, **fields: Any) -> Replica:
-    hello = Hello(role=role, layout_fingerprint=b"l", block_size=4, num_blocks=num_blocks, max_num_seqs=2, max_model_len=400, endpoint=b"")
+def replica(
+    name: str,
+    role: Any = "decode",
+    *,
+    free: int | None = None,
+    age: float = 0.0,
+    num_blocks: int = 101,
+    max_model_len: int = 400,
+    **fields: Any,
+) -> Replica:
+    hello = Hello(
+        role=role, layout_fingerprint=b"l", block_size=4, num_blocks=num_blocks, max_num_seqs=2, max_model_len=max_model_len, endpoint=b""
+    )
     made = Replica(Address(name, 1), hello, NOW - age)
     if free is not None:
         made.status = ReplicaStatus(
@@ -106,6 +117,8 @@ P, D = Address("p", 1), Address("d", 1)
         ([replica("p", "prefill")], [replica("d", state="suspected")], {}, None),
         # A prompt that no prefill engine can hold is computed by decode.
         ([replica("p", "prefill", num_blocks=3)], [replica("d")], {}, Pick(None, D)),
+        ([replica("p", "prefill", max_model_len=17)], [replica("d")], {}, Pick(None, D)),
+        ([replica("p", "prefill", max_model_len=18)], [replica("d")], {}, Pick(P, D)),
         ([replica("p", "prefill", num_blocks=3)], [replica("d")], {"disaggregation": "strict"}, None),
         # Conditional disaggregation looks at what decode lacks.
         ([replica("p", "prefill")], [replica("d")], {"minimum": 18}, Pick(None, D)),

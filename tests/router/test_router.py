@@ -318,7 +318,7 @@ def test_strict_disaggregation_refuses_what_would_fall_back() -> None:
     with pytest.raises(RequestFailed, match="strict"):
         world.submit()
     world.hello(P, "prefill", num_blocks=3)
-    with pytest.raises(InvalidRequest, match="prefill engines' KV pools hold 8 tokens"):
+    with pytest.raises(InvalidRequest, match="prefill engines hold 8 tokens"):
         world.submit(max_tokens=7)
     world.submit("fits", max_tokens=6)
     assert {m.role for _, m in world.sent(GenerateRequest)} == {"prefill", "decode"}

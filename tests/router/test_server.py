@@ -348,9 +348,7 @@ def test_abort_ends_all_answers_of_a_request_of_any_client() -> None:
 
 def test_server_info_and_loads() -> None:
     core = ScriptedCore()
-    hello = Hello(
-        role="decode", layout_fingerprint=b"l", block_size=16, num_blocks=100, max_num_seqs=8, max_model_len=10_000, endpoint=b""
-    )
+    hello = Hello(role="decode", layout_fingerprint=b"l", block_size=16, num_blocks=100, max_num_seqs=8, max_model_len=10_000, endpoint=b"")
     status = ReplicaStatus(
         state="up",
         seq=3,

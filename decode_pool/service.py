@@ -12,6 +12,7 @@
 Safety is one order, kept in `Pulls.ended`: bytes complete, barrier, then read the word. Only then may blocks enter the prefix cache.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from kv_transfer.state import DECODE_TABLE, DecodeEvent, DecodeState, advance
 from kv_transfer.transport import Transport
 from protocol.clock import Clock
 from protocol.errors import ChecksumMismatch, InvalidRequest, LeaseLost, ProtocolError, TransferError
+from protocol.log import about, label
 from protocol.messages import (
     AbortRequest,
     Address,
@@ -50,6 +52,8 @@ from protocol.messages import (
 from protocol.router_link import LinkConfig, RouterLink, Rows
 from protocol.timeline import Timeline
 from protocol.timers import Timers
+
+log = logging.getLogger(__name__)
 
 _LAST_TRAYS = 8
 _FAILURES: dict[type[TransferError], str] = {LeaseLost: "leases_lost", ChecksumMismatch: "checksum_failures"}
@@ -263,6 +267,7 @@ class DecodeService:
     def step_failed(self, error: str) -> None:
         """The runner could not execute the oldest step in flight: its requests fail, all others stay."""
         for key in self._scheduler.fail_step():
+            log.warning("step failed", extra=about(key) | {"error": error})
             self._leave(self._entries[key], DecodeEvent.STEP_FAILED, "failed", error)
         self._link.flush()
 
@@ -335,6 +340,7 @@ class DecodeService:
         entry = self._entries.get(handoff.key)
         if entry is None:
             if self._num_early >= self._config.max_early_handoffs:
+                log.warning("early handoffs are full", extra=about(handoff.key) | {"peer": label(envelope.sender)})
                 self._refuse(envelope.sender, handoff.key, handoff.lease_id, "early handoffs are full")
                 return
             entry = self._entries[handoff.key] = Decode(handoff.key, Timeline(self._clock, "prefill_wait"))
@@ -353,6 +359,7 @@ class DecodeService:
     def _accept_handoff(self, entry: Decode, handoff: KVHandoff) -> None:
         """A handoff and its request are both here."""
         if handoff.layout_fingerprint != self._hello.layout_fingerprint:
+            log.warning("layout refused", extra=about(entry.key) | {"peer": entry.source and label(entry.source)})
             self._leave(entry, DecodeEvent.BAD_HANDOFF, "failed", "the KV layouts of the two engines differ")
             return
         self._move(entry, DecodeEvent.HANDOFF, entry.state)
@@ -380,7 +387,8 @@ class DecodeService:
         message = cast(PeerUp, envelope.message)
         try:
             self._pulls.connect(message.peer, message.endpoint)
-        except TransferError:
+        except TransferError as error:
+            log.warning("the cache of a peer cannot be opened", extra={"peer": label(message.peer), "error": str(error)})
             self.counters["pull_failures"] += 1
 
     def _on_router_status(self, envelope: Envelope) -> None:
@@ -436,6 +444,7 @@ class DecodeService:
             self._pull_more(entry)
 
     def _pull_failed(self, entry: Decode, error: TransferError) -> None:
+        log.warning("pull failed", extra=about(entry.key) | {"peer": entry.source and label(entry.source), "error": str(error)})
         self.counters[_FAILURES.get(type(error), "pull_failures")] += 1
         self._leave(entry, DecodeEvent.PULL_FAILED, "failed", str(error))
 
@@ -463,6 +472,8 @@ class DecodeService:
             self.outbox.append((self._link.address, self._hello))
 
     def _router_gone(self) -> None:
+        if self._entries:
+            log.info("the router is gone", extra={"num_open": len(self._entries)})
         self._scheduler.set_prefill_room(0)
         self._end_all(DecodeEvent.ROUTER_GONE, None, "router gone")
 

@@ -22,6 +22,7 @@ from engine.runner import Batch, Runner, StepOutput
 from protocol.clock import Clock
 from protocol.delivery import Incoming, Outgoing
 from protocol.errors import EngineStalled, ProtocolError, TwopassError
+from protocol.log import label
 from protocol.messages import ROUTER_ID, Address, Drain, Envelope, Message, PeerGap
 
 TICK_S = 0.1
@@ -149,6 +150,7 @@ class EngineLoop:
             self._steps.put(None)
             if failure is not None and self.failure is None:
                 self.failure = failure
+                log.error("the engine has failed", exc_info=failure)
                 self._idle.set()
                 if self._on_failure is not None:
                     self._on_failure(failure)
@@ -221,7 +223,8 @@ class EngineLoop:
             if self._strict:
                 raise
             self.num_protocol_errors += 1
-            log.error("%s ignored %s from %s: %s", self.address, type(envelope.message).__name__, envelope.sender, error)
+            fields = {"kind": type(envelope.message).__name__, "peer": label(envelope.sender), "error": str(error)}
+            log.error("message ignored", extra=fields)
 
     def _fill(self) -> None:
         """Gives the step thread as many batches as the depth allows."""

@@ -10,6 +10,7 @@
 Safety is one order, kept in `_free`: clear the word, pass a barrier, then free.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from kv_transfer.lease import LeaseTable
 from kv_transfer.state import PREFILL_TABLE, PrefillEvent, PrefillState, advance
 from protocol.clock import Clock
 from protocol.errors import InvalidRequest, ProtocolError
+from protocol.log import about, label
 from protocol.messages import (
     AbortRequest,
     Address,
@@ -48,6 +50,8 @@ from protocol.timeline import Timeline
 from protocol.timers import Timers
 
 _LAST_TRAYS = 8
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -221,6 +225,7 @@ class PrefillService:
         """The runner could not execute the oldest step in flight: its requests fail, all others stay."""
         for key in self._scheduler.fail_step():
             entry = self._entries[key]
+            log.warning("step failed", extra=about(key) | {"error": error})
             if not entry.lease_id:
                 self._end(entry, PrefillEvent.STEP_FAILED, "failed", error)
             else:
@@ -384,12 +389,14 @@ class PrefillService:
     # ---- timers and the like
 
     def _on_lease_timer(self, entry: Prefill) -> None:
+        log.warning("lease expired", extra=about(entry.request.key) | {"peer": label(entry.peer), "lease_id": entry.lease_id})
         self.counters["expired"] += 1
         self._link.end(entry.request.key, entry.request.slot, "failed", error="lease_expired")
         self._tell_revoked(entry, "lease_expired")
         self._forget(entry, PrefillEvent.LEASE_TIMER)
 
     def _on_revoke_timer(self, entry: Prefill) -> None:
+        log.warning("revoke expired", extra=about(entry.request.key) | {"peer": label(entry.peer), "lease_id": entry.lease_id})
         self.counters["expired"] += 1
         if entry.report:
             self._link.end(entry.request.key, entry.request.slot, "failed", error="revoke_expired")
@@ -418,6 +425,8 @@ class PrefillService:
             self.outbox.append((self._link.address, self._hello))
 
     def _router_gone(self) -> None:
+        if self._entries:
+            log.info("the router is gone", extra={"num_open": len(self._entries)})
         for entry in list(self._entries.values()):
             if not entry.lease_id:
                 self._end(entry, PrefillEvent.ROUTER_GONE, None)

@@ -39,10 +39,14 @@ def about(key: RequestKey) -> dict[str, Any]:
     return {"request_id": key.request_id, "attempt": key.attempt}
 
 
+def label(address: Address) -> str:
+    return f"{address.replica_id}@{address.epoch}"
+
+
 class JsonFormatter(logging.Formatter):
     def __init__(self, address: Address) -> None:
         super().__init__()
-        self._replica = f"{address.replica_id}@{address.epoch}"
+        self._replica = label(address)
 
     def format(self, record: logging.LogRecord) -> str:
         """One line, whatever the message holds. Fields are those given as `extra`; what JSON has no word for becomes text."""
@@ -56,7 +60,7 @@ class JsonFormatter(logging.Formatter):
         fields |= {name: value for name, value in vars(record).items() if name not in _STANDARD and name not in ("message", "asctime")}
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
-        return json.dumps(fields, default=str, ensure_ascii=False)
+        return json.dumps(fields, default=str)
 
 
 for _package in PACKAGES:

@@ -1,13 +1,17 @@
 """The engines as the router knows them: who has started, who is up, how busy, and what the smallest can hold."""
 
+import logging
 from collections.abc import Iterator
 from typing import cast
 
 from protocol.clock import Clock
+from protocol.log import label
 from protocol.messages import Address, Drain, Envelope, Hello, Message, PeerUp, ReplicaStatus, RouterStatus
 from router.admission import Limits
 from router.metrics_totals import ReplicaTotals
 from router.policy import Ask, Load, Replica
+
+log = logging.getLogger(__name__)
 
 
 class Fleet:
@@ -48,6 +52,8 @@ class Fleet:
         if self.knows(address):
             del self._started[address.replica_id]
         replica = self._replicas.pop(address, None)
+        if replica is not None:
+            log.info("replica down", extra={"peer": label(address)})
         if replica is not None and replica.status is not None:
             self._past.setdefault(address.replica_id, ReplicaTotals(replica.hello.role)).add(replica.status)
 
@@ -63,6 +69,7 @@ class Fleet:
         """An engine is up: decode engines learn of prefill engines, whichever comes first."""
         hello, address = cast(Hello, envelope.message), envelope.sender
         self._replicas[address] = Replica(address, hello, self._clock())
+        log.info("replica up", extra={"peer": label(address), "num_blocks": hello.num_blocks})
         if hello.role == "prefill":
             self._outbox.extend((decode.address, PeerUp(peer=address, endpoint=hello.endpoint)) for decode in self.pool("decode"))
             return
@@ -82,10 +89,12 @@ class Fleet:
         replica.hashes.difference_update(status.hashes_removed)
         if replica.state == "suspected":
             replica.state = "draining" if status.state == "draining" else "up"
+            log.info("replica up again", extra={"peer": label(envelope.sender)})
 
     def suspect(self, address: Address) -> None:
         if address in self._replicas:
             self._replicas[address].state = "suspected"
+            log.info("replica suspected", extra={"peer": label(address)})
 
     def newly_silent(self) -> list[Address]:
         """Replicas whose status is overdue: they are suspected from now on."""
@@ -98,6 +107,7 @@ class Fleet:
     def drain(self, address: Address, deadline_s: float) -> None:
         if address in self._replicas:
             self._replicas[address].state = "draining"
+            log.info("replica drains", extra={"peer": label(address), "deadline_s": deadline_s})
             self._outbox.append((address, Drain(deadline_s=deadline_s)))
 
     def load(self, address: Address, load: Load) -> None:

@@ -8,6 +8,7 @@
 5. exactly one `Ended` per accepted request                                             CLOSED
 """
 
+import logging
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,6 +20,7 @@ from protocol.block_hash import chain_hashes, root_hash
 from protocol.clock import Clock
 from protocol.errors import DeadlineExceeded, Draining, InvalidRequest, ProtocolError, RequestCancelled, RequestError, RequestFailed
 from protocol.histogram import SECONDS, Histogram
+from protocol.log import about, label
 from protocol.messages import (
     AbortReason,
     AbortRequest,
@@ -43,6 +45,8 @@ from router.fleet import Fleet
 from router.metrics_totals import ENDS, ReplicaTotals
 from router.policy import POLICIES, Ask, Pick, Replica, pick
 from router.request import Ended, Open, Tokens, Usage
+
+log = logging.getLogger(__name__)
 
 
 class Router:
@@ -112,6 +116,7 @@ class Router:
         self._open[slot] = Open(request, slot, max_tokens, now, now)
         self._slots[request.request_id] = slot
         self._line.push(slot, request.priority)
+        log.debug("request accepted", extra={"request_id": request.request_id, "max_tokens": max_tokens})
         self.counters["accepted"] += 1
         self.counters["prompt_tokens"] += len(request.prompt_token_ids)
         if request.deadline_s is not None:
@@ -171,6 +176,7 @@ class Router:
     def replica_lost(self, address: Address) -> None:
         """Messages from an engine are missing for good. It may still live: its attempts are aborted there, and the supervisor is told."""
         if self._fleet.knows(address):
+            log.warning("messages of an engine are missing for good", extra={"peer": label(address)})
             self.lost.append(address)
             self._fleet.suspect(address)
             self._leave_replica(address, suspected=True)
@@ -318,6 +324,7 @@ class Router:
         elif end.kind == "aborted":
             self._close(entry, None, DeadlineExceeded(f"deadline: {entry.request.deadline_s} s have passed"))
         elif end.kind == "returned":
+            log.debug("attempt returned", extra=about(entry.key) | {"peer": label(sender), "error": end.error})
             self.counters["returned"] += 1
             self._requeue(entry, front=True)
         else:
@@ -360,6 +367,7 @@ class Router:
         entry.attempt += 1
         entry.key = RequestKey(self.address.epoch, entry.request.request_id, entry.attempt)
         entry.prefill, entry.decode, entry.decode_seen = chosen.prefill, chosen.decode, False
+        log.debug("attempt started", extra=about(entry.key) | {"peers": [label(a) for a in (chosen.prefill, chosen.decode) if a]})
         entry.split = chosen.prefill is not None
         request = entry.request
         prompt = request.prompt_token_ids
@@ -405,6 +413,9 @@ class Router:
 
     def _failed(self, entry: Open, error: str) -> None:
         """One attempt failed: try again from what was delivered, or give up."""
+        if entry.key is not None:
+            peers = [label(address) for address in (entry.prefill, entry.decode) if address]
+            log.warning("attempt failed", extra=about(entry.key) | {"peers": peers, "error": error})
         entry.num_failures += 1
         if entry.num_failures >= self._config.max_attempts:
             self._close(
@@ -456,6 +467,8 @@ class Router:
         del self._slots[entry.request.request_id]
         usage = Usage(len(entry.request.prompt_token_ids), entry.num_cached_tokens, len(entry.delivered))
         self.events.append(Ended(entry.request.request_id, finish_reason, error, usage, stages, entry.attempt))
+        fields = {"finish_reason": finish_reason, "error": error and str(error), "usage": usage._asdict(), "stages": stages}
+        log.debug("request ended", extra={"request_id": entry.request.request_id, "attempt": entry.attempt, **fields})
 
     def _expire_queued(self, before: float) -> None:
         for entry in [e for e in self._open.values() if e.key is None and e.attempt == 0 and e.accepted_at <= before]:

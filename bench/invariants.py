@@ -31,7 +31,6 @@ class Invariants:
     def __init__(self, simulation: "Simulation") -> None:
         self._simulation = simulation
         self._contents = self._expected_contents()
-        self._num_seen: dict[str, int] = {}
 
     def check(self) -> None:
         """After one event."""
@@ -143,15 +142,14 @@ class Invariants:
 
     def _check_answers(self) -> None:
         """I3, I7, I13: what was delivered is the beginning of the right answer, no token repeated, skipped or invented."""
-        for name, client in self._simulation.clients.items():
-            seen = self._num_seen.get(name, 0)
-            if len(client.received) != seen:
-                if client.received != client.expected[: len(client.received)]:
-                    self._fail(f"I3/I7/I13: {name} received {client.received}, expected {client.expected}")
-                asked = client.request.sampling.logprobs is not None
-                if client.logprobs != [expected_logprobs(token, 1) for token in client.received if asked]:
-                    self._fail(f"I13: {name} received {client.received} with the logprobs {client.logprobs}")
-                self._num_seen[name] = len(client.received)
+        for name in self._simulation.heard:
+            client = self._simulation.clients[name]
+            if client.received != client.expected[: len(client.received)]:
+                self._fail(f"I3/I7/I13: {name} received {client.received}, expected {client.expected}")
+            asked = client.request.sampling.logprobs is not None
+            if client.logprobs != [expected_logprobs(token, 1) for token in client.received if asked]:
+                self._fail(f"I13: {name} received {client.received} with the logprobs {client.logprobs}")
+        self._simulation.heard.clear()
 
     def _check_no_timer_fired(self) -> None:
         for replica in self._simulation.replicas.values():
@@ -161,7 +159,7 @@ class Invariants:
 
     def _expected_contents(self) -> dict[bytes, np.ndarray]:
         """KV of every full block that any request's tokens can fill, by hash: int64 [block_size]."""
-        size = self._simulation.engine_config.block_size
+        size = self._simulation.scenario.decode.block_size
         contents: dict[bytes, np.ndarray] = {}
         for client in self._simulation.clients.values():
             prompt = client.request.prompt_token_ids

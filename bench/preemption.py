@@ -11,24 +11,23 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from bench.simulator import NO_FAULTS, Client, Simulation
+from bench.scenario import NO_FAULTS, Client, Scenario
+from bench.simulator import Simulation
 from cluster.fetch import demo_model_dir
 from engine.config import EngineConfig
 from engine.models.llama import load_model
 from engine.runner import Batch
 from engine.runners.arithmetic import expected_tokens
 from engine.runners.torch_cpu import TorchCPURunner
-from kv_transfer.local import LocalPull
 from protocol.messages import SamplingParams
 from router.admission import ClientRequest
-from router.request import Tokens
+from router.config import RouterConfig
 
 Mode = Literal["recompute", "swap", "remote", "auto"]
 
@@ -40,6 +39,7 @@ PROMPT_TOKENS, ANSWER_TOKENS = (64, 192), (128, 320)
 NUM_BLOCKS = 16 * 15
 """Of the decode engine: 16 sequences of 240 tokens, where the longest grow to 512. The prefill engine has twice as many at least."""
 WIRE_S = 0.001
+FIRST_ARRIVAL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,77 +112,66 @@ def _batch(num_sequences: int, computed: int, scheduled: int) -> Batch:
 # ---- the load
 
 
-class Pressure(Simulation):
-    """One mode under the load. `arrivals`: when each client got its tokens."""
+def pressure(mode: Mode, costs: MeasuredCosts, *, num_host_blocks: int, num_requests: int = NUM_REQUESTS, seed: int = 1) -> Scenario:
+    """One prefill and one decode engine, the latter too small for the load, in one mode."""
 
-    def __init__(self, mode: Mode, costs: MeasuredCosts, *, num_host_blocks: int, num_requests: int = NUM_REQUESTS, seed: int = 1) -> None:
-        self._mode, self._costs, self._num_host_blocks = mode, costs, num_host_blocks
-        self.arrivals: dict[str, list[float]] = {}
-        super().__init__(seed, num_requests=num_requests, faults=NO_FAULTS, tight=False, horizon_s=1e5, checked=False)
-        self._copy_block_s = costs.copy_block_s
-
-    def _draw_config(self) -> EngineConfig:
-        return EngineConfig(
-            max_num_batched_tokens=256,
-            max_num_seqs=MAX_NUM_SEQS,
-            max_model_len=PROMPT_TOKENS[1] + ANSWER_TOKENS[1],
-            block_size=BLOCK_SIZE,
-            num_blocks=2 * NUM_BLOCKS,
-        )
-
-    def _draw_decode_config(self) -> EngineConfig:
-        return replace(self.engine_config, num_blocks=NUM_BLOCKS, preemption=self._mode, num_host_blocks=self._num_host_blocks)
-
-    def _draw_clients(self, count: int) -> list[Client]:
-        draw, clients = np.random.default_rng(self.seed), []
-        for index in range(count):
-            prompt = draw.integers(0, 32000, draw.integers(PROMPT_TOKENS[0], PROMPT_TOKENS[1] + 1))
-            num_tokens = int(draw.integers(ANSWER_TOKENS[0], ANSWER_TOKENS[1] + 1))
-            request = ClientRequest(
-                request_id=f"r{index}", prompt_token_ids=prompt.astype(np.int32), max_tokens=num_tokens, sampling=SamplingParams()
-            )
-            clients.append(Client(request, expected_tokens(prompt.tolist(), num_tokens), None))
-            self.arrivals[request.request_id] = []
-        return clients
-
-    def _step_seconds(self, batch: Batch) -> float:
-        costs, num_decodes = self._costs, int(np.count_nonzero(batch.num_scheduled == 1))
+    def step_seconds(batch: Batch) -> float:
+        num_decodes = int(np.count_nonzero(batch.num_scheduled == 1))
         if not len(batch.rows):
             return 0.0
         return costs.step_s + num_decodes * costs.decode_s + (batch.num_tokens - num_decodes) * costs.prompt_token_s
 
-    def _wire_seconds(self) -> float:
-        return WIRE_S
+    engine = EngineConfig(
+        max_num_batched_tokens=256,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_model_len=PROMPT_TOKENS[1] + ANSWER_TOKENS[1],
+        block_size=BLOCK_SIZE,
+        num_blocks=2 * NUM_BLOCKS,
+    )
+    return Scenario(
+        seed=seed,
+        num_prefill=1,
+        num_decode=1,
+        prefill=replace(engine, prompt_reservation="hold"),
+        decode=replace(engine, num_blocks=NUM_BLOCKS, preemption=mode, num_host_blocks=num_host_blocks),
+        router=RouterConfig(),
+        clients=_clients(num_requests, seed),
+        faults=NO_FAULTS,
+        step_seconds=step_seconds,
+        wire_seconds=lambda: WIRE_S,
+        block_seconds=lambda: costs.copy_block_s,
+        copy_block_s=costs.copy_block_s,
+        horizon_s=1e5,
+    )
 
-    def _move(self, pull: LocalPull) -> None:
-        if pull.num_moved + 1 < pull.num_blocks:
-            pull.advance(1)
-            self._at(self._costs.copy_block_s, partial(self._move, pull))
-        else:
-            super()._move(pull)
 
-    def _flush_router(self) -> None:
-        for event in self.router.events:
-            if isinstance(event, Tokens):
-                self.arrivals[event.request_id] += [self.clock.now] * len(event.token_ids)
-        super()._flush_router()
+def _clients(count: int, seed: int) -> list[Client]:
+    draw, clients = np.random.default_rng(seed), []
+    for index in range(count):
+        prompt = draw.integers(0, 32000, draw.integers(PROMPT_TOKENS[0], PROMPT_TOKENS[1] + 1))
+        num_tokens = int(draw.integers(ANSWER_TOKENS[0], ANSWER_TOKENS[1] + 1))
+        request = ClientRequest(
+            request_id=f"r{index}", prompt_token_ids=prompt.astype(np.int32), max_tokens=num_tokens, sampling=SamplingParams()
+        )
+        clients.append(Client(request, expected_tokens(prompt.tolist(), num_tokens), submit_at=FIRST_ARRIVAL_S + draw.uniform(0.0, 0.1)))
+    return clients
 
 
 def run_mode(mode: Mode, costs: MeasuredCosts, *, num_host_blocks: int, num_requests: int = NUM_REQUESTS) -> Row:
     """Raises RuntimeError if any answer is not the right one."""
-    simulation = Pressure(mode, costs, num_host_blocks=num_host_blocks, num_requests=num_requests)
+    simulation = Simulation(pressure(mode, costs, num_host_blocks=num_host_blocks, num_requests=num_requests), checked=False)
     simulation.run()
     if any(client.received != client.expected for client in simulation.clients.values()):
         raise RuntimeError(f"preemption {mode}: an answer differs")
-    gaps = np.concatenate([np.diff(times) for times in simulation.arrivals.values()])
-    times = np.concatenate(list(simulation.arrivals.values()))
+    gaps = np.concatenate([np.diff(client.received_at) for client in simulation.clients.values()])
+    times = np.concatenate([client.received_at for client in simulation.clients.values()])
     decode, prefill = (simulation.replicas[name].service.counters for name in ("decode-0", "prefill-0"))
     decode_scheduler = simulation.replicas["decode-0"].scheduler
     prompts = sum(len(client.request.prompt_token_ids) for client in simulation.clients.values())
     return Row(
         mode=mode,
         num_host_blocks=num_host_blocks,
-        output_tokens_per_s=round(len(times) / (times.max() - 0.5), 1),
+        output_tokens_per_s=round(len(times) / (times.max() - FIRST_ARRIVAL_S), 1),
         itl_p50_ms=round(float(np.percentile(gaps, 50)) * 1000, 1),
         itl_p99_ms=round(float(np.percentile(gaps, 99)) * 1000, 1),
         preemptions={name: int(decode[f"preemptions_{name}"]) for name in ("recompute", "swap", "remote")},

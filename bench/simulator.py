@@ -10,21 +10,24 @@ Same seed, same run. bench/invariants.py is asked after every event.
 import argparse
 import heapq
 import itertools
+import os
 import random
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing import get_context
 
 import numpy as np
 
 from bench.invariants import Invariants, Violation
+from bench.scenario import ALL_FAULTS, NO_FAULTS, Client, HalfRight, Scenario, drawn
 from decode_pool.service import DecodeService
-from engine.config import EngineConfig
 from engine.runner import Batch
-from engine.runners.arithmetic import ArithmeticRunner, expected_tokens
+from engine.runners.arithmetic import ArithmeticRunner
 from engine.scheduler import Scheduler
 from kv_transfer.config import TransferConfig
 from kv_transfer.lease import LeaseTable
@@ -33,76 +36,16 @@ from prefill_pool.service import PrefillService
 from protocol.clock import VirtualClock
 from protocol.delivery import Incoming, Outgoing
 from protocol.errors import ProtocolError, RequestError, RequestFailed
-from protocol.messages import ROUTER_ID, Address, Envelope, Hello, Message, RequestKey, SamplingParams, TokenLogprobs
+from protocol.messages import ROUTER_ID, Address, Envelope, Hello, Message
 from protocol.router_link import LinkConfig
-from router.admission import ClientRequest
-from router.config import RouterConfig
-from router.request import Ended, Tokens
+from router.request import Tokens
 from router.router import Router
 
 TICK_S = 0.1
-HORIZON_S = 400.0
-"""Virtual seconds after which a run that is not quiet counts as stuck."""
 LAYOUT = b"simulated-layout"
 TRANSFER = TransferConfig(lease_s=1.0, revoke_s=1.0, pull_timeout_s=2.0)
 """A lease outlives a renewal that is as late as the wire can make it (a third of it, a tick, 0.3 s), and little more."""
 LINK = LinkConfig(status_interval_s=1.0, router_timeout_s=10.0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Faults:
-    """Probabilities: per request, per message, per pull, per engine turn."""
-
-    cancel: float = 0.0
-    deadline: float = 0.0
-    duplicate: float = 0.0
-    pull_failure: float = 0.0
-    early_timer: float = 0.0
-    """A timer of an engine fires now, whatever its time."""
-    dead_lease: float = 0.0
-    """A pull is slow, and meanwhile every lease timer of the prefill engines fires."""
-    step_failure: float = 0.0
-    kills: int = 0
-    """Most engines killed and restarted in one run. What a dead sender had sent arrives up to a drawn message, and not beyond."""
-    router_kills: int = 0
-    drains: int = 0
-    """Most engines drained, ended and replaced in one run."""
-    stall: float = 0.0
-    """A step takes seconds."""
-
-
-NO_FAULTS = Faults()
-ALL_FAULTS = Faults(
-    cancel=0.15,
-    deadline=0.05,
-    duplicate=0.05,
-    pull_failure=0.05,
-    early_timer=0.02,
-    dead_lease=0.04, step_failure=0.005,
-    kills=2,
-    router_kills=1,
-    drains=1,
-    stall=0.002,
-)
-
-
-@dataclass(slots=True)
-class Client:
-    """One request of the workload and what its client has seen of it."""
-
-    request: ClientRequest
-    expected: list[int]
-    cancel_at: float | None
-    received: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    ended: Ended | None = None
-    refused: RequestError | None = None
-    lost: bool = False
-    """Its router died: nobody owes it anything."""
-
-    @property
-    def closed(self) -> bool:
-        return self.lost or self.ended is not None or self.refused is not None
 
 
 @dataclass(slots=True)
@@ -123,137 +66,38 @@ class Replica:
     draining: bool = False
 
 
-class HalfRight:
-    """Drafts for answers that never repeat themselves: the right next tokens, each replaced by a wrong one with probability 1/2."""
-
-    def __init__(self, simulation: "Simulation") -> None:
-        self._clients = simulation.clients
-        self._random = random.Random(f"guesses {simulation.seed}")
-
-    def propose(self, key: RequestKey, token_ids: np.ndarray, max_num_drafts: int) -> list[int]:
-        request = self._clients[key.request_id].request
-        num_prompt, seed = len(request.prompt_token_ids), request.sampling.seed or 0
-        answer = expected_tokens(token_ids[:num_prompt], len(token_ids) - num_prompt + max_num_drafts, seed=seed)
-        return [token + (self._random.random() < 0.5) for token in answer[len(token_ids) - num_prompt :]]
-
-
 class Simulation:
-    """One run. `events` counts what was executed; `log` keeps readable lines if `logged`."""
+    """One run of a scenario. `num_events`: actions executed; `log`: readable lines, kept if `logged`."""
 
-    def __init__(
-        self,
-        seed: int,
-        *,
-        num_prefill: int = 1,
-        num_decode: int = 1,
-        num_requests: int = 20,
-        faults: Faults = ALL_FAULTS,
-        tight: bool | None = None,
-        horizon_s: float = HORIZON_S,
-        checked: bool = True,
-        logged: bool = False,
-    ) -> None:
-        self.seed, self.faults = seed, faults
-        self.random = random.Random(seed)
+    def __init__(self, scenario: Scenario, *, checked: bool = True, logged: bool = False) -> None:
+        self.scenario, self.faults, self.seed = scenario, scenario.faults, scenario.seed
+        self.random = random.Random(f"run {scenario.seed}")
+        """Draws faults and their times; the scenario has its own streams."""
         self.clock = VirtualClock()
         self.network = LocalNetwork()
         self.num_events = self.num_faults = 0
         self.log: list[str] = []
         self._logged = logged
-        self._horizon_s = horizon_s
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._epochs = itertools.count(1)
         self._started_pulls: set[int] = set()
         self._submitted: set[str] = set()
+        faults = scenario.faults
         self._kills_left, self._router_kills_left, self._drains_left = faults.kills, faults.router_kills, faults.drains
         self._cut: dict[tuple[Address, Address], int] = {}
         """By (dead sender, receiver): the first of its messages that does not arrive."""
-        self.engine_config = self._draw_config()
-        self._tight = random.Random(f"tight {seed}").random() < 0.4 if tight is None else tight
-        """Answers are long, and a decode engine holds the longest and little more: preemption is the rule."""
-        self.decode_config = self._draw_decode_config()
-        self._copy_block_s = random.Random(f"copies {seed}").choice([0.0001, 0.01])
-        """Between cache and host memory, one way."""
-        self._prefill_room = self.random.choice([1, 2])
-        """Blocks of a prefill engine, in decode engines: with more, leases pile up in front of a full decode engine."""
-        self._token_s = self.random.choice([0.0005, 0.0005, 0.04])
-        """Longest time a step takes per token. Slow engines make leases wait."""
-        self._router_config = RouterConfig(
-            max_attempts=10,
-            policy=self.random.choice(["round_robin", "least_loaded", "prefix_aware"]),
-            min_disaggregated_tokens=self.random.choice([0, 0, 0, 6]) if faults is not NO_FAULTS else 0,
-        )
         self.replicas: dict[str, Replica] = {}
-        self.clients: dict[str, Client] = {}
+        self.clients = {client.request.request_id: client for client in scenario.clients}
+        self.heard: set[str] = set()
+        """Clients that got something since the invariants looked last."""
         self._start_router()
-        self.clients = {client.request.request_id: client for client in self._draw_clients(num_requests)}
         self.invariants = Invariants(self) if checked else None
-        for name, count in (("prefill", num_prefill), ("decode", num_decode)):
+        for name, count in (("prefill", scenario.num_prefill), ("decode", scenario.num_decode)):
             for index in range(count):
                 self._start_replica(f"{name}-{index}")
-        window_s = self.random.choice([0.5, 1.0, 5.0])
-        for client in self.clients.values():
-            self._at(self.random.uniform(0.5, 0.5 + window_s), partial(self._submit, client))
-
-    # ---- what is drawn
-
-    def _draw_config(self) -> EngineConfig:
-        pick = self.random.choice
-        return EngineConfig(
-            max_num_batched_tokens=pick([6, 16, 40, 256]),
-            max_num_seqs=pick([2, 4, 16]),
-            max_model_len=96,
-            block_size=4,
-            num_blocks=pick([26, 32, 60]),
-            enable_prefix_caching=pick([True, True, False]),
-            long_prefill_token_threshold=pick([0, 0, 5]),
-            async_scheduling=random.Random(f"depth {self.seed}").random() < 0.4,
-        )
-
-    def _draw_decode_config(self) -> EngineConfig:
-        """Another stream than the run's own."""
-        pick = random.Random(f"preemption {self.seed}").choice
-        config = replace(
-            self.engine_config,
-            preemption=pick(["recompute", "swap", "swap", "remote", "auto", "auto"]),
-            num_host_blocks=pick([8, 30, 60]),
-            num_speculative_tokens=0 if self.engine_config.async_scheduling else random.Random(f"drafts {self.seed}").choice([0, 2, 5]),
-        )
-        return replace(config, num_blocks=pick([16, 18, 22]), max_num_seqs=pick([4, 16])) if self._tight else config
-
-    def _draw_clients(self, count: int) -> list[Client]:
-        """Prompts share prefixes of a few families, so that caches hit in both pools."""
-        draw = self.random
-        families = [[draw.randrange(32000) for _ in range(48)] for _ in range(3)]
-        clients = []
-        for index in range(count):
-            shared = draw.choice(families)[: draw.choice([0, 4, 8] if self._tight else [0, 4, 8, 16, 30])]
-            prompt = shared + [draw.randrange(32000) for _ in range(draw.choice([1, 3, 4, 9] if self._tight else [1, 3, 4, 9, 20]))]
-            num_tokens = draw.choice([12, 24, 36] if self._tight else [1, 2, 5, 12, 24])
-            sampling = SamplingParams(temperature=1.0, seed=index, logprobs=1) if index % 2 else SamplingParams()
-            answer = expected_tokens(prompt, num_tokens, seed=sampling.seed or 0)
-            stop: tuple[int, ...] = (draw.choice(answer),) if draw.random() < 0.2 else ()
-            request = ClientRequest(
-                request_id=f"r{index}",
-                prompt_token_ids=np.array(prompt, np.int32),
-                max_tokens=num_tokens,
-                sampling=replace(sampling, stop_token_ids=stop),
-                deadline_s=draw.uniform(0.02, 1.0) if draw.random() < self.faults.deadline else None,
-                cache_salt=draw.choice(["", "", "tenant"]),
-            )
-            if stop:
-                answer = answer[: answer.index(stop[0]) + 1]
-            cancel_at = draw.uniform(0.0, 0.5) if draw.random() < self.faults.cancel else None
-            clients.append(Client(request, answer, cancel_at))
-        return clients
-
-    def _step_seconds(self, batch: Batch) -> float:
-        """Without its copies."""
-        return 0.002 + self._token_s * batch.num_tokens * self.random.random()
-
-    def _wire_seconds(self) -> float:
-        return self.random.uniform(0.0005, 0.002) if self.random.random() < 0.9 else self.random.uniform(0.002, 0.3)
+        for client in scenario.clients:
+            self._at(client.submit_at, partial(self._submit, client))
 
     # ---- the heap
 
@@ -261,8 +105,8 @@ class Simulation:
         """Until everything is quiet. Raises Violation."""
         while self._heap and not (self._all_ended() and self._quiet()):
             at, _, action = heapq.heappop(self._heap)
-            if at > self._horizon_s:
-                raise Violation(self, f"not quiet after {self._horizon_s} virtual seconds: {self._what_is_left()}")
+            if at > self.scenario.horizon_s:
+                raise Violation(self, f"not quiet after {self.scenario.horizon_s} virtual seconds: {self._what_is_left()}")
             self.clock.advance_to(at)
             self.num_events += 1
             try:
@@ -303,7 +147,7 @@ class Simulation:
     def _start_router(self) -> None:
         """A router with an empty table and a new epoch; the supervisor tells it which engines live."""
         address = Address(ROUTER_ID, next(self._epochs))
-        self.router = Router(self._router_config, address=address, clock=self.clock, seed=self.seed)
+        self.router = Router(self.scenario.router, address=address, clock=self.clock, seed=self.seed)
         self._router_in, self._router_out = Incoming(address, self.clock), Outgoing(address)
         self.router_alive = True
         self.note(f"start router epoch {address.epoch}")
@@ -330,8 +174,8 @@ class Simulation:
         except RequestError as error:
             client.refused = error
         else:
-            if client.cancel_at is not None:
-                self._at(client.cancel_at, lambda: self._cancel(client))
+            if client.cancel_after_s is not None:
+                self._at(client.cancel_after_s, partial(self._cancel, client))
         self._flush_router()
 
     def _cancel(self, client: Client) -> None:
@@ -368,6 +212,8 @@ class Simulation:
                 raise Violation(self, f"I13: {event} after the terminal event of {event.request_id}")
             if isinstance(event, Tokens):
                 client.received.extend(event.token_ids.tolist())
+                client.received_at.extend([self.clock.now] * len(event.token_ids))
+                self.heard.add(event.request_id)
                 client.logprobs.extend(event.logprobs)
             else:
                 client.ended = event
@@ -380,7 +226,7 @@ class Simulation:
         for receiver, message in outbox:
             envelope = outgoing.envelope(receiver, message)
             for _ in range(2 if self._chance(self.faults.duplicate) else 1):
-                self._at(self._wire_seconds(), partial(self._arrive, envelope))
+                self._at(self.scenario.wire_seconds(), partial(self._arrive, envelope))
         outbox.clear()
 
     def _cut_off(self, outgoing: Outgoing) -> None:
@@ -417,11 +263,8 @@ class Simulation:
 
     def _start_replica(self, name: str) -> None:
         address = Address(name, next(self._epochs))
-        config = self.decode_config
         is_prefill = name.startswith("prefill")
-        if is_prefill:
-            config = self.engine_config
-            config = replace(config, prompt_reservation="hold", num_blocks=self._prefill_room * config.num_blocks)
+        config = self.scenario.prefill if is_prefill else self.scenario.decode
         cache = np.zeros((config.num_blocks, config.block_size), np.int64)
         blocks = cache.view(np.uint8)
         words = np.zeros(config.num_blocks, np.uint64) if is_prefill else None
@@ -441,7 +284,8 @@ class Simulation:
             num_host_blocks=config.num_host_blocks,
             fingerprint=LAYOUT,
             eos_token_ids=(),
-            proposer=None if is_prefill else HalfRight(self),
+            proposer=None if is_prefill else HalfRight(self.seed, self.clients),
+            clock=self.clock,
         )
         service: PrefillService | DecodeService
         if words is not None:
@@ -511,7 +355,7 @@ class Simulation:
         depth = 2 if replica.scheduler.config.async_scheduling else 1
         while len(replica.executing) < depth and (batch := service.schedule()) is not None:
             self.note(f"{replica.address.replica_id}: step {batch.tray()}")
-            seconds = self._step_seconds(batch) + self._copy_block_s * _num_copies(batch)
+            seconds = self.scenario.step_seconds(batch) + self.scenario.copy_block_s * _num_copies(batch)
             if self._chance(self.faults.stall):
                 seconds += self.random.uniform(1.0, 15.0)
             replica.executing.append((batch, seconds))
@@ -532,7 +376,7 @@ class Simulation:
             replica.service.step_failed("simulated")
         else:
             output = replica.runner.execute(batch)
-            output.seconds, output.swap_seconds = seconds, self._copy_block_s * _num_copies(batch)
+            output.seconds, output.swap_seconds = seconds, self.scenario.copy_block_s * _num_copies(batch)
             replica.service.commit(output)
         self._turn(replica)
 
@@ -573,7 +417,7 @@ class Simulation:
                     self._at(self.random.uniform(0.0005, 0.01), self._expire_leases)
                     self._at(self.random.uniform(0.02, 0.3), partial(self._move, pull))
                 else:
-                    self._at(self.random.uniform(0.0002, 0.004), partial(self._move, pull))
+                    self._at(self.scenario.block_seconds(), partial(self._move, pull))
 
     def _expire_leases(self) -> None:
         """Every lease and revoke timer fires now, whatever is being read under it."""
@@ -584,14 +428,13 @@ class Simulation:
             self._turn(replica)
 
     def _move(self, pull: LocalPull) -> None:
-        """One block. Now and then the link is so slow that leases and deadlines pass."""
+        """One block."""
         if self._chance(self.faults.pull_failure / max(1, pull.num_blocks)):
             pull.fail("cut")
         else:
             pull.advance(1)
         if not pull.done:
-            slow = self.faults.pull_failure and self.random.random() < 0.08
-            self._at(self.random.uniform(0.1, 3.0) if slow else self.random.uniform(0.0002, 0.004), lambda: self._move(pull))
+            self._at(self.scenario.block_seconds(), partial(self._move, pull))
             return
         self._started_pulls.discard(id(pull))
         for replica in list(self.replicas.values()):
@@ -610,35 +453,64 @@ def _text(envelope: Envelope) -> str:
     return f"{envelope.sender.replica_id} -> {envelope.receiver.replica_id}: {type(message).__name__} {what}"
 
 
-def run_seeds(first_seed: int, num_seeds: int) -> dict[str, int]:
-    """One run per seed, sizes drawn from it. Raises Violation at the first that breaks an invariant."""
-    totals = dict.fromkeys(("seeds", "requests", "faults", "events"), 0)
-    for seed in range(first_seed, first_seed + num_seeds):
-        draw = random.Random(f"sizes {seed}")  # another stream than the run's own
-        pools = draw.choice([(1, 1), (1, 1), (2, 2), (1, 3), (0, 2), (2, 1)])
-        faults = NO_FAULTS if draw.random() < 0.2 else ALL_FAULTS
-        simulation = Simulation(seed, num_prefill=pools[0], num_decode=pools[1], num_requests=draw.randint(20, 30), faults=faults)
+POOLS = ((1, 1), (2, 2), (1, 3), (0, 2), (2, 1), (2, 3))
+"""(prefill, decode) engines of a drawn run."""
+
+
+def of_seed(seed: int, *, logged: bool = False) -> Simulation:
+    """The run that a seed stands for, sizes included: 2 to 5 engines, 40 to 50 requests, one in five without faults."""
+    draw = random.Random(f"sizes {seed}")
+    num_prefill, num_decode = draw.choice(POOLS)
+    faults = NO_FAULTS if draw.random() < 0.2 else ALL_FAULTS
+    scenario = drawn(seed, num_prefill=num_prefill, num_decode=num_decode, num_requests=draw.randint(40, 50), faults=faults)
+    return Simulation(scenario, logged=logged)
+
+
+def show_seed(seed: int, show: Callable[[str], None]) -> bool:
+    """Runs one seed and shows its log, then its verdict. False: it broke an invariant."""
+    simulation = of_seed(seed, logged=True)
+    verdict = "no violation"
+    try:
         simulation.run()
-        totals["seeds"] += 1
-        totals["requests"] += len(simulation.clients)
-        totals["faults"] += simulation.num_faults
-        totals["events"] += simulation.num_events
-    return totals
+    except Violation as violation:
+        verdict = str(violation)
+    for line in simulation.log:
+        show(line)
+    print(f"seed {seed}: {len(simulation.clients)} requests, {simulation.num_faults} faults, {simulation.num_events} events: {verdict}")
+    return verdict == "no violation"
+
+
+def run_seed(seed: int) -> Counter[str]:
+    """Raises Violation if the run breaks an invariant."""
+    simulation = of_seed(seed)
+    simulation.run()
+    return Counter(seeds=1, requests=len(simulation.clients), faults=simulation.num_faults, events=simulation.num_events)
+
+
+def run_seeds(first_seed: int, num_seeds: int, *, processes: int = 1) -> Counter[str]:
+    """Sums over all seeds. Raises Violation at the first that breaks an invariant."""
+    seeds = range(first_seed, first_seed + num_seeds)
+    if processes == 1:
+        return sum(map(run_seed, seeds), Counter())
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        return sum(pool.map(run_seed, seeds, chunksize=20), Counter())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Run seeded fault schedules; exit 1 at the first violation.")
     parser.add_argument("--first-seed", type=int, default=1)
     parser.add_argument("--seeds", type=int, default=100)
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
     started = time.perf_counter()
     try:
-        totals = run_seeds(arguments.first_seed, arguments.seeds)
+        totals = run_seeds(arguments.first_seed, arguments.seeds, processes=arguments.processes)
     except Violation as violation:
         print(violation)
+        print(f"twopass simulate --seed {violation.seed} --replay shows it")
         sys.exit(1)
-    text = ", ".join(f"{count} {name}" for name, count in totals.items())
-    print(f"{text}, no violation, {time.perf_counter() - started:.1f} s")
+    seconds = time.perf_counter() - started
+    print(", ".join(f"{totals[name]} {name}" for name in ("seeds", "requests", "faults", "events")) + f", no violation, {seconds:.1f} s")
 
 
 if __name__ == "__main__":

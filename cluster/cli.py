@@ -24,7 +24,7 @@ console = Console(stderr=True, highlight=False)
 
 def register(app: typer.Typer) -> None:
     """Adds the commands to `app`."""
-    for command in (serve, plan, demo, replay):
+    for command in (serve, plan, simulate, demo, replay):
         app.command()(_reported(command))
 
 
@@ -128,6 +128,35 @@ def plan(
     Console(highlight=False).print(table(planned))
     for warning in planned.warnings:
         console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
+
+
+def simulate(
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    workload: Annotated[str, typer.Option(help="poisson:requests=100,rate=2,prompt=256,output=64 or a file of JSON lines.")] = "poisson",
+    step_ms: Annotated[float, typer.Option(min=0, help="Fixed cost of a step.")] = 8.0,
+    decode_ms: Annotated[float, typer.Option(min=0, help="More for each sequence that decodes.")] = 1.1,
+    prompt_token_ms: Annotated[float, typer.Option(min=0, help="More for each prompt token.")] = 0.44,
+    seed: Annotated[int | None, typer.Option(min=0, help="Instead: the fault schedule of this seed, with every invariant checked.")] = None,
+    replay: Annotated[bool, typer.Option("--replay", help="With --seed: prints every event.")] = False,
+) -> None:
+    """Runs the real router, services and schedulers in virtual time: a workload on a configuration, or one fault schedule."""
+    if seed is not None:
+        from bench.simulator import show_seed
+
+        if not show_seed(seed, typer.echo if replay else lambda line: None):
+            raise typer.Exit(1)
+        return
+    from bench import load as load_simulation
+    from cluster import build
+    from cluster.config import load
+
+    loaded = load(config, ["runner=arithmetic", *(set_ or [])])
+    served = build.serve_model(loaded)
+    num_blocks = {name: build.num_blocks(loaded, pool, served) for name, pool in (("prefill", loaded.prefill), ("decode", loaded.decode))}
+    costs = load_simulation.StepCosts(step_s=step_ms / 1e3, decode_s=decode_ms / 1e3, prompt_token_s=prompt_token_ms / 1e3)
+    planned = load_simulation.scenario(loaded, load_simulation.workload(workload), costs, num_blocks=num_blocks)
+    typer.echo(json.dumps(load_simulation.simulate(planned), indent=2))
 
 
 def demo(

@@ -1,6 +1,7 @@
 """The whole deployment in one file: a frozen dataclass per package, composed here, checked before anything starts.
 
 model, dtype, runner            what is served, and on what
+log_level                       of every process, protocol/log.py
 prefill, decode                 replicas, num_threads, num_gpus and every knob of engine.config.EngineConfig, flat
 transfer                        kv_transfer.config.TransferConfig
 router                          router.config.RouterConfig
@@ -19,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from engine.config import EngineConfig
 from kv_transfer.config import TransferConfig
 from protocol.errors import ConfigError
+from protocol.log import LogLevel
 from router.config import RouterConfig
 
 T = TypeVar("T")
@@ -57,6 +59,8 @@ class ClusterConfig:
     """A Hugging Face directory: config.json, safetensors, tokenizer.json. The arithmetic runner needs none."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     runner: Literal["torch", "arithmetic"] = "torch"
+    log_level: LogLevel = "info"
+    """debug adds lines about every request."""
     prefill: PoolConfig
     decode: PoolConfig
     transfer: TransferConfig = field(default_factory=TransferConfig)
@@ -74,7 +78,7 @@ class ClusterConfig:
             )
 
 
-_SCALARS = ("model", "dtype", "runner")
+_SCALARS = ("model", "dtype", "runner", "log_level")
 _SECTIONS: dict[str, tuple[str, ...]] = {
     "prefill": _POOL_KNOBS,
     "decode": _POOL_KNOBS,

@@ -3,6 +3,7 @@
 A *synchronous* actor, because Ray keeps the order of a sender's calls only on those; the engine runs in the loop's own threads.
 """
 
+import logging
 import os
 import sys
 import traceback
@@ -11,16 +12,23 @@ from contextlib import ExitStack
 
 from engine.loop import EngineLoop
 from protocol.errors import EngineStalled
-from protocol.messages import Envelope
+from protocol.log import LogLevel, configure
+from protocol.messages import Address, Envelope
+
+log = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 0.0005
 """How long a busy thread keeps the interpreter from the others: at Python's 5 ms a delivery waits for the step thread."""
 
 
 class EngineActor:
-    """Holds one engine's loop. `build` makes it, in the process where it is to live; what it puts on the stack lives until `stop`."""
+    """Holds one engine's loop. `build` makes it, in the process where it is to live; what it puts on the stack lives until `stop`.
 
-    def __init__(self, build: Callable[[ExitStack], EngineLoop]) -> None:
+    The process and its logs are this engine's alone.
+    """
+
+    def __init__(self, address: Address, log_level: LogLevel, build: Callable[[ExitStack], EngineLoop]) -> None:
+        configure(log_level, address)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._build = build
         self._resources = ExitStack()
@@ -33,6 +41,7 @@ class EngineActor:
             self._resources = resources.pop_all()
         loop.start()
         self._loop = loop
+        log.info("started", extra={"pid": os.getpid()})
 
     def deliver(self, envelope: Envelope) -> None:
         if self._loop is not None:
@@ -51,5 +60,6 @@ class EngineActor:
     def stop(self) -> None:
         """Ends the threads and gives shared memory back. Requests still here are lost."""
         if self._loop is not None:
+            log.info("stops")
             self._loop.stop()
             self._resources.close()

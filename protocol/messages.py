@@ -102,6 +102,8 @@ class GenerateRequest:
     priority: int = 0
     deadline_s: float | None = None
     cache_salt: str = ""
+    traceparent: str = ""
+    """W3C trace context of the call; "": it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,8 @@ Asynchronous, because it serves its own sockets; Ray does not keep the order of 
 """
 
 import asyncio
+import logging
+import os
 import sys
 import time
 import traceback
@@ -11,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from protocol.delivery import Incoming, Outgoing
+from protocol.log import LogLevel, configure
 from protocol.messages import Address, Envelope, Message
 from router.config import RouterConfig
 from router.frontdoor import FrontDoor, Model
@@ -20,19 +23,29 @@ from router.policy import Replica
 from router.router import Router
 from router.server import Server
 from router.tokenizer import load_tokenizer
+from router.tracing import SpanTracing, export_to
 
 SWITCH_INTERVAL_S = 0.0005
 """How long a busy thread (tokenisation) keeps the interpreter from the event loop: at Python's 5 ms every message may wait that long."""
 STOP_GRACE_S = 1.0
 """Open calls get this long to read what they have, after a drain or without one."""
 
+log = logging.getLogger(__name__)
+
 
 class RouterActor:
     """`model_dir` None: prompts and answers are numbers. `send` must not block."""
 
     def __init__(
-        self, address: Address, config: RouterConfig, model_dir: Path | None, vocab_size: int, send: Callable[[Envelope], None]
+        self,
+        address: Address,
+        log_level: LogLevel,
+        config: RouterConfig,
+        model_dir: Path | None,
+        vocab_size: int,
+        send: Callable[[Envelope], None],
     ) -> None:
+        configure(log_level, address)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._config = config
         self._incoming, self._outgoing = Incoming(address, time.monotonic), Outgoing(address)
@@ -40,19 +53,27 @@ class RouterActor:
         self._core = Router(config, address=address, clock=time.monotonic, seed=time.time_ns())
         self._model_dir, self._vocab_size = model_dir, vocab_size
         self._inbox: asyncio.Queue[Envelope] = asyncio.Queue()
+        self._tracing: SpanTracing | None = None
         self._serving: asyncio.Future[tuple[None, None]] | None = None
 
     async def start(self) -> int:
         """Loads the tokenizer and listens; returns the port. Raises StartupError."""
         tokenizer = load_tokenizer(self._model_dir, self._vocab_size)
+        self._tracing = export_to(self._config.otlp_endpoint) if self._config.otlp_endpoint else None
         model = Model(self._model_dir.name if self._model_dir else "arithmetic", self._vocab_size)
-        self._door = FrontDoor(self._core, tokenizer, self._config, model, send=self._post, clock=time.monotonic)
+        self._door = FrontDoor(
+            self._core, tokenizer, self._config, model, send=self._post, clock=time.monotonic, tracing=self._tracing
+        )
         self._server = Server(self._door, self._config)
         self._metrics = MetricsServer(RouterCollector(self._core, self._door), self._config)
         self._metrics_port = self._metrics.start()
         port = await self._server.start()
         self._serving = asyncio.gather(self._server.wait(), self._receive())
+        log.info("started", extra={"pid": os.getpid(), "grpc_port": port, "metrics_port": self._metrics_port})
         return port
+
+    async def pid(self) -> int:
+        return os.getpid()
 
     async def metrics_port(self) -> int:
         return self._metrics_port
@@ -92,6 +113,7 @@ class RouterActor:
 
     async def drain(self, deadline_s: float) -> None:
         """Takes nothing new; what is open by the deadline ends with an error."""
+        log.info("drains", extra={"deadline_s": deadline_s, "num_open": self._core.num_open})
         self._core.drain(deadline_s)
 
     async def num_open(self) -> int:
@@ -100,9 +122,12 @@ class RouterActor:
     async def stop(self) -> None:
         """Closes the port and ends open calls."""
         if self._serving is not None:
+            log.info("stops", extra={"num_open": self._core.num_open})
             await self._server.stop(STOP_GRACE_S)
             self._serving.cancel()
             await self._metrics.stop()
+            if self._tracing is not None:
+                await asyncio.to_thread(self._tracing.close)
 
     async def _receive(self) -> None:
         """Hands messages on in order. What it raises is a bug in the core: `failure` tells of it; an error of `deliver` reaches nobody."""

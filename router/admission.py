@@ -18,6 +18,7 @@ class ClientRequest:
     priority: int = 0
     deadline_s: float | None = None
     cache_salt: str = ""
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,8 @@ class RouterConfig:
     """Interface on which Prometheus finds the whole deployment's metrics."""
     metrics_port: int = 9464
     """0: the system chooses a free one."""
+    otlp_endpoint: str | None = None
+    """Where spans of every call go, OTLP over HTTP, as in http://127.0.0.1:4318/v1/traces; None: nowhere."""
     policy: Literal["round_robin", "least_loaded", "prefix_aware"] = "least_loaded"
     """How a replica of each pool is chosen."""
     disaggregation: Literal["auto", "strict", "off"] = "auto"
@@ -51,6 +53,8 @@ class RouterConfig:
         for name in ("grpc_port", "metrics_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ConfigError(f"{name}: {getattr(self, name)} is not in [0, 65535]")
+        if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
+            raise ConfigError(f"otlp_endpoint: {self.otlp_endpoint!r} is no URL of http or https")
         if self.min_disaggregated_tokens < 0:
             raise ConfigError(f"min_disaggregated_tokens: {self.min_disaggregated_tokens} is below 0")
         for name in ("max_message_bytes", "max_queue", "max_attempts", "max_buffered_tokens", "tokenizer_threads"):

@@ -29,6 +29,7 @@ from router.parse import Parsed, parse_generate, parse_tokenize
 from router.policy import Replica
 from router.request import Ended, Tokens
 from router.tokenizer import Tokenizer
+from router.tracing import CallTrace, Tracing, Untraced
 from twopass.proto import twopass_pb2 as pb
 
 TOKENIZER_RETRY_S = 1.0
@@ -78,10 +79,12 @@ class FrontDoor:
         *,
         send: Callable[[Address, Message], None],
         clock: Clock,
+        tracing: Tracing | None = None,
     ) -> None:
         self.core, self.tokenizer, self.model = core, tokenizer, model
         self._started_at = clock()
         self._config, self._send, self._clock = config, send, clock
+        self._tracing = tracing or Untraced()
         self.totals = DoorTotals()
         self._calls: dict[str, _Call] = {}
         self._answers: dict[str, _Answer] = {}
@@ -165,14 +168,14 @@ class FrontDoor:
         return True
 
     async def generate(
-        self, read: Callable[[], pb.GenerateRequest], *, deadline_s: float | None
+        self, read: Callable[[], pb.GenerateRequest], *, deadline_s: float | None, traceparent: str = ""
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """The answers in pieces, the last of each with `finish_reason`, the last of all with usage and timing.
 
         `read` is called in a thread and may raise RequestError, as this does. Close the generator (`contextlib.aclosing`): that is
-        what cancels answers nobody waits for.
+        what cancels answers nobody waits for. `traceparent`: the caller's W3C trace context, from its metadata.
         """
-        arrived_at = self._clock()
+        arrived_at, trace = self._clock(), self._tracing.begin(traceparent)
 
         def work() -> Parsed:
             return parse_generate(
@@ -181,12 +184,14 @@ class FrontDoor:
                 vocab_size=self.model.vocab_size,
                 max_model_len=self.core.max_model_len,
                 deadline_s=None if deadline_s is None else deadline_s - (self._clock() - arrived_at),
+                traceparent=trace.traceparent,
             )
 
         try:
             parsed = await self._in_thread(work)
-            call = self._open(parsed, arrived_at)
+            call = self._open(parsed, arrived_at, trace)
         except RequestError as error:
+            trace.end(error.code)
             self.totals.refused(error)
             raise
         first = True
@@ -263,7 +268,7 @@ class FrontDoor:
         finally:
             self._num_in_threads -= 1
 
-    def _open(self, parsed: Parsed, arrived_at: float) -> "_Call":
+    def _open(self, parsed: Parsed, arrived_at: float, trace: CallTrace) -> "_Call":
         if parsed.request_id in self._calls:
             raise InvalidRequest("request_id", parsed.request_id, "a request of that name is still open")
         submitted_at = self._clock()
@@ -277,32 +282,44 @@ class FrontDoor:
                 self.core.cancel(request.request_id)
             self.pump()
             raise
-        call = self._calls[parsed.request_id] = _Call(parsed, self.tokenizer, arrived_at, submitted_at)
+        call = self._calls[parsed.request_id] = _Call(parsed, self.tokenizer, arrived_at, submitted_at, trace)
         self._answers.update({answer.request_id: answer for answer in call.answers})
         self.pump()
         return call
 
     def _close(self, call: "_Call") -> None:
+        code = call.code
         for answer in call.answers:
             if answer.ended is None:
                 self.core.cancel(answer.request_id)
         self.pump()
         for answer in call.answers:
+            if answer.ended is not None:
+                call.trace.answered(answer.index, answer.ended, call.submitted_at - call.arrived_at)
             del self._answers[answer.request_id]
+        call.trace.end(code)
         del self._calls[call.request_id]
 
 
 class _Call:
     """One call and its answers, all to the same prompt."""
 
-    __slots__ = ("_wake", "answers", "arrived_at", "num_prompt_tokens", "request_id", "submitted_at")
+    __slots__ = ("_wake", "answers", "arrived_at", "num_prompt_tokens", "request_id", "submitted_at", "trace")
 
-    def __init__(self, parsed: Parsed, tokenizer: Tokenizer, arrived_at: float, submitted_at: float) -> None:
+    def __init__(self, parsed: Parsed, tokenizer: Tokenizer, arrived_at: float, submitted_at: float, trace: CallTrace) -> None:
         self.request_id = parsed.request_id
-        self.arrived_at, self.submitted_at = arrived_at, submitted_at
+        self.arrived_at, self.submitted_at, self.trace = arrived_at, submitted_at, trace
         self.num_prompt_tokens = len(parsed.requests[0].prompt_token_ids)
         self._wake = asyncio.Event()
         self.answers = [_Answer(index, parsed, tokenizer, self._wake) for index in range(len(parsed.requests))]
+
+    @property
+    def code(self) -> str:
+        """Name of the gRPC status that the call ends with, if it ends now."""
+        if all(answer.done for answer in self.answers):
+            return "OK"
+        errors = (answer.ended.error.code for answer in self.answers if answer.ended is not None and answer.ended.error is not None)
+        return next(errors, RequestCancelled.code)
 
     async def news(self) -> list["_Answer"]:
         """Answers for which tokens wait, or the end; at least one. To be called while one is not done."""

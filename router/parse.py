@@ -64,7 +64,13 @@ def parse_bytes(kind: Callable[[], M], data: bytes, max_message_bytes: int) -> M
 
 
 def parse_generate(
-    message: pb.GenerateRequest, tokenizer: Tokenizer, *, vocab_size: int, max_model_len: int, deadline_s: float | None
+    message: pb.GenerateRequest,
+    tokenizer: Tokenizer,
+    *,
+    vocab_size: int,
+    max_model_len: int,
+    deadline_s: float | None,
+    traceparent: str = "",
 ) -> Parsed:
     """Validates and tokenises; what is cheap to refuse goes first. Slow for long texts: not for an event loop. Raises InvalidRequest."""
     params = message.sampling
@@ -78,6 +84,7 @@ def parse_generate(
         priority=message.priority,
         deadline_s=deadline_s,
         cache_salt=cache_salt,
+        traceparent=traceparent,
     )
     requests = [request] if count == 1 else [_numbered(request, index) for index in range(count)]
     return Parsed(request_id, requests, stop, params.include_stop_str_in_output)

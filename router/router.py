@@ -385,6 +385,7 @@ class Router:
             priority=request.priority,
             deadline_s=None if request.deadline_s is None else max(0.0, entry.accepted_at + request.deadline_s - now),
             cache_salt=request.cache_salt,
+            traceparent=request.traceparent,
         )
         self.outbox.append((chosen.decode, message))
         entry.decode_load = self._fleet.load_of(chosen.decode, ask)

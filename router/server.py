@@ -7,7 +7,7 @@
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import aclosing
 from functools import partial
 from typing import NoReturn, Protocol, TypeVar
@@ -40,6 +40,7 @@ class Context(Protocol):
     """The part of `grpc.aio.ServicerContext` used here; grpcio ships no types."""
 
     def time_remaining(self) -> float | None: ...
+    def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]]: ...
     async def write(self, message: pb.GenerateResponse) -> None: ...
     async def abort(self, code: grpc.StatusCode, details: str, trailing_metadata: tuple[tuple[str, str | bytes], ...]) -> NoReturn: ...
 
@@ -123,7 +124,8 @@ class Server:
     async def _generate(self, data: bytes, context: Context) -> None:
         try:
             read = partial(parse_bytes, pb.GenerateRequest, data, self._config.max_message_bytes)
-            async with aclosing(self._door.generate(read, deadline_s=context.time_remaining())) as pieces:
+            answers = self._door.generate(read, deadline_s=context.time_remaining(), traceparent=_traceparent(context))
+            async with aclosing(answers) as pieces:
                 async for piece in pieces:
                     await self._write(context, piece)
         except RequestError as error:
@@ -167,6 +169,10 @@ class Server:
             vocab_size=door.model.vocab_size,
             has_chat_template=door.tokenizer.has_chat_template,
         )
+
+
+def _traceparent(context: Context) -> str:
+    return next((value for name, value in context.invocation_metadata() if name == "traceparent" and isinstance(value, str)), "")
 
 
 async def _abort(context: Context, error: RequestError) -> NoReturn:

@@ -28,6 +28,7 @@ from twopass.wire import (
     Timing,
     Usage,
     abort_request,
+    call_metadata,
     generate_request,
     incomplete,
     join,
@@ -123,7 +124,8 @@ class Client:
 
     def _start(self, request: pb.GenerateRequest, options: GenerateOptions) -> "Stream":
         try:
-            return Stream(self._stub.Generate(request, timeout=options.get("timeout_s", self._timeout_s)))
+            call = self._stub.Generate(request, timeout=options.get("timeout_s", self._timeout_s), metadata=call_metadata(options))
+            return Stream(call)
         except ValueError as error:  # what grpc raises on a closed channel
             raise ClientClosed(str(error)) from error
 
@@ -251,7 +253,8 @@ class AsyncClient:
 
     def _start(self, request: pb.GenerateRequest, options: GenerateOptions) -> "AsyncStream":
         try:
-            return AsyncStream(self._stub.Generate(request, timeout=options.get("timeout_s", self._timeout_s)))
+            call = self._stub.Generate(request, timeout=options.get("timeout_s", self._timeout_s), metadata=call_metadata(options))
+            return AsyncStream(call)
         except grpc.aio.UsageError as error:
             raise ClientClosed(str(error)) from error
 

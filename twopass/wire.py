@@ -15,6 +15,8 @@ M = TypeVar("M", bound=Message)
 _FINISH_REASONS: dict[int, FinishReason] = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 _REQUEST_FIELDS = ("priority", "cache_salt", "request_id")
 """Options that are no sampling parameters."""
+_CALL_OPTIONS = ("timeout_s", "traceparent")
+"""Options that are no part of the message."""
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -45,6 +47,8 @@ class GenerateOptions(TypedDict, total=False):
     request_id: str
     timeout_s: float
     """The request's deadline; instead of the client's own."""
+    traceparent: str
+    """W3C trace context of the caller's span: the server's spans become its children."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +166,10 @@ class Loads:
     replicas: list[ReplicaLoad]
 
 
+def call_metadata(options: GenerateOptions) -> tuple[tuple[str, str], ...]:
+    return (("traceparent", options["traceparent"]),) if "traceparent" in options else ()
+
+
 def generate_request(
     prompt: str | None,
     prompt_token_ids: Iterable[int] | None,
@@ -170,7 +178,7 @@ def generate_request(
 ) -> pb.GenerateRequest:
     if sum(given is not None for given in (prompt, prompt_token_ids, messages)) != 1:
         raise InvalidRequest("prompt: exactly one of prompt and prompt_token_ids must be given", field="prompt")
-    given = {name: value for name, value in options.items() if name != "timeout_s" and value is not None}
+    given = {name: value for name, value in options.items() if name not in _CALL_OPTIONS and value is not None}
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
     fields: dict[str, Any] = {name: given.pop(name) for name in _REQUEST_FIELDS if name in given}

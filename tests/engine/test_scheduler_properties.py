@@ -13,6 +13,7 @@ from engine.outcome import Committed, Reserved
 from engine.runner import Batch
 from engine.scheduler import Scheduler
 from engine.sequence import Request
+from protocol.clock import VirtualClock
 from protocol.errors import InvalidRequest
 from protocol.messages import RequestKey, SamplingParams
 from tests.engine.chain_model import VOCAB_SIZE, ChainModel, answer_of
@@ -47,12 +48,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         num_blocks = draw(st.integers(4, 30), "num_blocks")
         self.model = ChainModel(num_blocks, self.config.block_size)
+        self.clock = VirtualClock()
         self.scheduler = Scheduler(
             self.config,
             num_blocks=num_blocks,
             num_host_blocks=self.config.num_host_blocks,
             eos_token_ids=(EOS,),
             proposer=self.model,
+            clock=self.clock,
         )
         self.requests: dict[RequestKey, Request] = {}
         self.received: dict[RequestKey, list[int]] = {}
@@ -153,6 +156,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def schedule(self) -> None:
         if len(self.batches) >= self.depth:
             return
+        self.clock.now += 0.3
         preempted_before = self.scheduler.num_running
         batch = self.scheduler.schedule()
         events = self.scheduler.take_events()

@@ -17,6 +17,7 @@ from router.policy import Replica
 from router.request import Ended, Tokens, Usage
 from router.server import Server
 from router.tokenizer import NumberTokenizer, Tokenizer
+from router.tracing import Tracing
 
 VOCAB_SIZE = 1000
 
@@ -90,7 +91,9 @@ class Serving:
 
 
 @asynccontextmanager
-async def serving(core: Core, tokenizer: Tokenizer | None = None, **knobs: Any) -> AsyncIterator[Serving]:
+async def serving(
+    core: Core, tokenizer: Tokenizer | None = None, tracing: Tracing | None = None, **knobs: Any
+) -> AsyncIterator[Serving]:
     config = RouterConfig(**{"grpc_port": 0, **knobs})
     sent: list[tuple[Address, Message]] = []
     door = FrontDoor(
@@ -100,6 +103,7 @@ async def serving(core: Core, tokenizer: Tokenizer | None = None, **knobs: Any) 
         Model("arithmetic", VOCAB_SIZE),
         send=lambda address, message: sent.append((address, message)),
         clock=time.monotonic,
+        tracing=tracing,
     )
     server = Server(door, config)
     port = await server.start()

@@ -7,7 +7,8 @@ from itertools import product
 import pytest
 
 from bench.invariants import Violation
-from bench.simulator import ALL_FAULTS, NO_FAULTS, Faults, Simulation
+from bench.scenario import ALL_FAULTS, NO_FAULTS, Faults, drawn
+from bench.simulator import Simulation
 from engine.host_pool import HostPool
 from engine.runner import Batch, Int32, StepOutput
 from engine.runners.host_copies import HostCopies
@@ -23,7 +24,7 @@ def run(num_seeds: int, *loads: Faults) -> Counter[str]:
     """What the engines that were there at the end counted."""
     counted: Counter[str] = Counter()
     for faults, seed in product(loads, range(1, num_seeds + 1)):
-        simulation = Simulation(seed, num_decode=1 + seed % 2, num_requests=24, faults=faults, tight=True)
+        simulation = Simulation(drawn(seed, num_decode=1 + seed % 2, num_requests=24, faults=faults, tight=True))
         simulation.run()
         for replica in simulation.replicas.values():
             counted.update({name: int(count) for name, count in replica.service.counters.items() if name.startswith("preempt")})

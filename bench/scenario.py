@@ -1,0 +1,218 @@
+"""What one simulated run consists of: engines, clients, speeds and faults. The event heap (bench/simulator.py) plays it.
+
+`drawn` makes one from a seed, small and nasty; `LoadScenario` in bench/load.py makes one from a configuration and a workload.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import numpy as np
+
+from engine.config import EngineConfig
+from engine.runner import Batch
+from engine.runners.arithmetic import expected_tokens
+from protocol.errors import RequestError
+from protocol.messages import RequestKey, SamplingParams, TokenLogprobs
+from router.admission import ClientRequest
+from router.config import RouterConfig
+from router.request import Ended
+
+HORIZON_S = 400.0
+"""Virtual seconds after which a run that is not quiet counts as stuck."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Faults:
+    """Probabilities: per request, per message, per pull, per engine turn."""
+
+    cancel: float = 0.0
+    deadline: float = 0.0
+    duplicate: float = 0.0
+    pull_failure: float = 0.0
+    early_timer: float = 0.0
+    """A timer of an engine fires now, whatever its time."""
+    dead_lease: float = 0.0
+    """A pull is slow, and meanwhile every lease timer of the prefill engines fires."""
+    step_failure: float = 0.0
+    kills: int = 0
+    """Most engines killed and restarted in one run. What a dead sender had sent arrives up to a drawn message, and not beyond."""
+    router_kills: int = 0
+    drains: int = 0
+    """Most engines drained, ended and replaced in one run."""
+    stall: float = 0.0
+    """A step takes seconds."""
+
+
+NO_FAULTS = Faults()
+ALL_FAULTS = Faults(
+    cancel=0.15,
+    deadline=0.05,
+    duplicate=0.05,
+    pull_failure=0.05,
+    early_timer=0.02,
+    dead_lease=0.04,
+    step_failure=0.005,
+    kills=2,
+    router_kills=1,
+    drains=1,
+    stall=0.002,
+)
+
+
+@dataclass(slots=True)
+class Client:
+    """One request of the workload and what its client has seen of it."""
+
+    request: ClientRequest
+    expected: list[int]
+    submit_at: float
+    cancel_after_s: float | None = None
+    received: list[int] = field(default_factory=list)
+    received_at: list[float] = field(default_factory=list)
+    """One virtual time per token."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    ended: Ended | None = None
+    refused: RequestError | None = None
+    lost: bool = False
+    """Its router died: nobody owes it anything."""
+
+    @property
+    def closed(self) -> bool:
+        return self.lost or self.ended is not None or self.refused is not None
+
+
+@dataclass(slots=True, kw_only=True)
+class Scenario:
+    """Everything the heap does not decide. Durations in virtual seconds; callables may draw from their own streams."""
+
+    seed: int
+    num_prefill: int
+    num_decode: int
+    prefill: EngineConfig
+    decode: EngineConfig
+    router: RouterConfig
+    clients: list[Client]
+    faults: Faults
+    step_seconds: Callable[[Batch], float]
+    """Of one step, without its copies."""
+    wire_seconds: Callable[[], float]
+    """Of one message."""
+    block_seconds: Callable[[], float]
+    """Of one block of a pull."""
+    copy_block_s: float
+    """Between cache and host memory, one way."""
+    horizon_s: float = HORIZON_S
+
+
+class HalfRight:
+    """Drafts for answers that never repeat themselves: the right next tokens, each replaced by a wrong one with probability 1/2."""
+
+    def __init__(self, seed: int, clients: dict[str, Client]) -> None:
+        self._clients = clients
+        self._random = random.Random(f"guesses {seed}")
+
+    def propose(self, key: RequestKey, token_ids: np.ndarray, max_num_drafts: int) -> list[int]:
+        request = self._clients[key.request_id].request
+        num_prompt, seed = len(request.prompt_token_ids), request.sampling.seed or 0
+        answer = expected_tokens(token_ids[:num_prompt], len(token_ids) - num_prompt + max_num_drafts, seed=seed)
+        return [token + (self._random.random() < 0.5) for token in answer[len(token_ids) - num_prompt :]]
+
+
+def drawn(
+    seed: int,
+    *,
+    num_prefill: int = 1,
+    num_decode: int = 1,
+    num_requests: int = 20,
+    faults: Faults = ALL_FAULTS,
+    tight: bool | None = None,
+) -> Scenario:
+    """A small run from a seed: few blocks, prompts that share prefixes, every preemption mode, drafts, two steps in flight.
+
+    `tight`: answers are long and a decode engine holds the longest and little more, so that preemption is the rule; None: drawn.
+    """
+    draw = random.Random(f"scenario {seed}")
+    tight = draw.random() < 0.4 if tight is None else tight
+    config = _draw_engine(draw)
+    token_s = draw.choice([0.0005, 0.0005, 0.04])  # slow engines make leases wait
+    return Scenario(
+        seed=seed,
+        num_prefill=num_prefill,
+        num_decode=num_decode,
+        # With more room in prefill, leases pile up in front of a full decode engine.
+        prefill=replace(config, prompt_reservation="hold", num_blocks=draw.choice([1, 2]) * config.num_blocks),
+        decode=_draw_decode(draw, config, tight),
+        router=RouterConfig(
+            max_attempts=10,
+            policy=draw.choice(["round_robin", "least_loaded", "prefix_aware"]),
+            min_disaggregated_tokens=draw.choice([0, 0, 0, 6]) if faults is not NO_FAULTS else 0,
+        ),
+        clients=_draw_clients(draw, num_requests, faults, tight),
+        faults=faults,
+        step_seconds=lambda batch: 0.002 + token_s * batch.num_tokens * draw.random(),
+        wire_seconds=partial(_draw_wire, draw),
+        block_seconds=partial(_draw_block, draw, faults),
+        copy_block_s=draw.choice([0.0001, 0.01]),
+    )
+
+
+def _draw_engine(draw: random.Random) -> EngineConfig:
+    return EngineConfig(
+        max_num_batched_tokens=draw.choice([6, 16, 40, 256]),
+        max_num_seqs=draw.choice([2, 4, 16]),
+        max_model_len=96,
+        block_size=4,
+        num_blocks=draw.choice([26, 32, 60]),
+        enable_prefix_caching=draw.choice([True, True, False]),
+        long_prefill_token_threshold=draw.choice([0, 0, 5]),
+        async_scheduling=draw.random() < 0.4,
+    )
+
+
+def _draw_decode(draw: random.Random, config: EngineConfig, tight: bool) -> EngineConfig:
+    config = replace(
+        config,
+        preemption=draw.choice(["recompute", "swap", "swap", "remote", "auto", "auto"]),
+        num_host_blocks=draw.choice([8, 30, 60]),
+        num_speculative_tokens=0 if config.async_scheduling else draw.choice([0, 2, 5]),
+    )
+    return replace(config, num_blocks=draw.choice([16, 18, 22]), max_num_seqs=draw.choice([4, 16])) if tight else config
+
+
+def _draw_clients(draw: random.Random, count: int, faults: Faults, tight: bool) -> list[Client]:
+    """Prompts share prefixes of a few families, so that caches hit in both pools."""
+    families = [[draw.randrange(32000) for _ in range(48)] for _ in range(3)]
+    window_s = draw.choice([0.5, 1.0, 5.0])
+    clients = []
+    for index in range(count):
+        shared = draw.choice(families)[: draw.choice([0, 4, 8] if tight else [0, 4, 8, 16, 30])]
+        prompt = shared + [draw.randrange(32000) for _ in range(draw.choice([1, 3, 4, 9] if tight else [1, 3, 4, 9, 20]))]
+        num_tokens = draw.choice([12, 24, 36] if tight else [1, 2, 5, 12, 24])
+        sampling = SamplingParams(temperature=1.0, seed=index, logprobs=1) if index % 2 else SamplingParams()
+        answer = expected_tokens(prompt, num_tokens, seed=sampling.seed or 0)
+        stop: tuple[int, ...] = (draw.choice(answer),) if draw.random() < 0.2 else ()
+        request = ClientRequest(
+            request_id=f"r{index}",
+            prompt_token_ids=np.array(prompt, np.int32),
+            max_tokens=num_tokens,
+            sampling=replace(sampling, stop_token_ids=stop),
+            deadline_s=draw.uniform(0.02, 1.0) if draw.random() < faults.deadline else None,
+            cache_salt=draw.choice(["", "", "tenant"]),
+        )
+        if stop:
+            answer = answer[: answer.index(stop[0]) + 1]
+        cancel_after_s = draw.uniform(0.0, 0.5) if draw.random() < faults.cancel else None
+        clients.append(Client(request, answer, 0.5 + draw.uniform(0.0, window_s), cancel_after_s))
+    return clients
+
+
+def _draw_wire(draw: random.Random) -> float:
+    return draw.uniform(0.0005, 0.002) if draw.random() < 0.9 else draw.uniform(0.002, 0.3)
+
+
+def _draw_block(draw: random.Random, faults: Faults) -> float:
+    """Now and then the link is so slow that leases and deadlines pass."""
+    slow = faults.pull_failure and draw.random() < 0.08
+    return draw.uniform(0.1, 3.0) if slow else draw.uniform(0.0002, 0.004)

@@ -1,0 +1,139 @@
+"""OpenTelemetry spans of calls, made from the durations that router and engines report; none unless `router.otlp_endpoint` is set.
+
+    generate                            from a call's arrival to its end; child of the caller's span (W3C `traceparent`)
+    ├── queue                           of each answer: one after the other, as `STAGES` says
+    ├── prefill
+    ├── transfer
+    └── decode
+
+What no stage accounts for (`messages`, `deliver`) is no span: so far a child may begin earlier than it did. Exact are the durations;
+every stage by itself is an attribute of `generate`. The packages are looked for only when an endpoint is set: `pip install 'twopass[tracing]'`.
+"""
+
+import re
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from protocol.errors import ConfigError
+from router.request import Ended
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Span, Tracer
+
+STAGES = {
+    "queue": ("router_queue", "prefill_queue"),
+    "prefill": ("prefill",),
+    "transfer": ("reserve_wait", "transfer", "decode_queue"),
+    "decode": ("first_step", "decode"),
+}
+"""Spans in their order, and the stages of a request that each one covers; one without a stage is left out."""
+EXPORT_TIMEOUT_S = 2.0
+
+_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+
+
+def valid_traceparent(text: str) -> str:
+    """`text`, or "" if it is none of version 00: then the caller's trace is unknown, and a new one begins."""
+    return text if _TRACEPARENT.fullmatch(text) else ""
+
+
+class CallTrace(Protocol):
+    """One call. `traceparent`: what the engines are told."""
+
+    traceparent: str
+
+    def answered(self, index: int, ended: Ended, tokenize_s: float) -> None:
+        """An answer has ended, one way or the other. `tokenize_s`: between the call's arrival and its way into the queue."""
+
+    def end(self, code: str) -> None:
+        """The call is over. `code`: name of its gRPC status."""
+
+
+class Tracing(Protocol):
+    def begin(self, traceparent: str) -> CallTrace:
+        """A call arrives now. `traceparent`: as its metadata has it, "" without."""
+
+
+class Untraced:
+    """Hands the caller's context on and records nothing."""
+
+    def __init__(self, traceparent: str = "") -> None:
+        self.traceparent = traceparent
+
+    def begin(self, traceparent: str) -> CallTrace:
+        return Untraced(valid_traceparent(traceparent))
+
+    def answered(self, index: int, ended: Ended, tokenize_s: float) -> None:
+        pass
+
+    def end(self, code: str) -> None:
+        pass
+
+
+class SpanTracing:
+    """Records every call, but not one whose caller has decided against (flag `sampled`). `wall_ns`: nanoseconds since 1970."""
+
+    def __init__(self, provider: "TracerProvider", wall_ns: Callable[[], int] = time.time_ns) -> None:
+        self._provider, self._wall_ns = provider, wall_ns
+        self._tracer = provider.get_tracer("twopass")
+
+    def begin(self, traceparent: str) -> CallTrace:
+        return _CallSpans(self._tracer, valid_traceparent(traceparent), self._wall_ns)
+
+    def close(self) -> None:
+        """Exports what is left: blocks for as long as the endpoint lets it."""
+        self._provider.shutdown()
+
+
+class _CallSpans:
+    def __init__(self, tracer: "Tracer", traceparent: str, wall_ns: Callable[[], int]) -> None:
+        from opentelemetry.trace import SpanKind, set_span_in_context
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        w3c = TraceContextTextMapPropagator()
+        self._tracer, self._wall_ns, self._arrived_ns = tracer, wall_ns, wall_ns()
+        parent = w3c.extract({"traceparent": traceparent})
+        self._span: Span = tracer.start_span("generate", parent, SpanKind.SERVER, start_time=self._arrived_ns)
+        self._context = set_span_in_context(self._span)
+        carrier: dict[str, str] = {}
+        w3c.inject(carrier, self._context)
+        self.traceparent = carrier["traceparent"]
+
+    def answered(self, index: int, ended: Ended, tokenize_s: float) -> None:
+        self._span.set_attributes({f"twopass.{index}.{stage}_s": seconds for stage, seconds in ended.stages.items()})
+        self._span.set_attribute(f"twopass.{index}.attempts", ended.attempts)
+        at_ns = self._arrived_ns + _ns(tokenize_s + ended.stages.get("lost_attempts", 0.0))
+        for name, stages in STAGES.items():
+            found = [ended.stages[stage] for stage in stages if stage in ended.stages]
+            if found:
+                span = self._tracer.start_span(name, self._context, start_time=at_ns, attributes={"twopass.answer": index})
+                at_ns += _ns(sum(found))
+                span.end(at_ns)
+
+    def end(self, code: str) -> None:
+        from opentelemetry.trace import StatusCode
+
+        self._span.set_attribute("rpc.response.status_code", code)
+        if code != "OK":
+            self._span.set_status(StatusCode.ERROR, code)
+        self._span.end(self._wall_ns())
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * 1e9)
+
+
+def export_to(endpoint: str) -> SpanTracing:
+    """Sends spans to a collector's OTLP/HTTP door, in the background; one that cannot be reached costs the spans. Raises ConfigError."""
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise ConfigError(f"router.otlp_endpoint: {endpoint} needs packages that are missing ({error}): pip install 'twopass[tracing]'") from error
+    provider = TracerProvider(resource=Resource.create({"service.name": "twopass"}))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint, timeout=EXPORT_TIMEOUT_S)))
+    return SpanTracing(provider)

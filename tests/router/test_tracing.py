@@ -1,0 +1,191 @@
+"""Spans of calls, through the gRPC door into memory and over HTTP into a collector of this process."""
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from queue import SimpleQueue
+
+import numpy as np
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from protocol.clock import VirtualClock
+from protocol.errors import ConfigError, RequestFailed
+from protocol.messages import Address, Envelope, GenerateRequest, Hello, SamplingParams
+from router.admission import ClientRequest
+from router.config import RouterConfig
+from router.request import Ended, Usage
+from router.router import Router
+from router.tracing import SpanTracing, Untraced, export_to, valid_traceparent
+from tests.router.scripted_core import ScriptedCore, Serving, scenario
+from twopass import AsyncClient, InvalidRequest, Unavailable
+
+TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+TRACEPARENT = f"00-{TRACE}-{CALLER}-01"
+STAGES = {"router_queue": 0.5, "prefill_queue": 0.25, "prefill": 1.0, "transfer": 0.125, "first_step": 0.25, "decode": 2.0, "messages": 0.5}
+
+
+class Recorded:
+    def __init__(self) -> None:
+        self._exporter = InMemorySpanExporter()
+        provider = TracerProvider(shutdown_on_exit=False)
+        provider.add_span_processor(SimpleSpanProcessor(self._exporter))
+        self.tracing = SpanTracing(provider)
+
+    @property
+    def codes(self) -> list[object]:
+        """Statuses of all calls, in the order they ended."""
+        spans = self._exporter.get_finished_spans()
+        return [span.attributes["rpc.response.status_code"] for span in spans if span.attributes and span.name == "generate"]
+
+    @property
+    def spans(self) -> dict[str, ReadableSpan]:
+        return {span.name: span for span in self._exporter.get_finished_spans()}
+
+
+def answering(core: ScriptedCore, request: ClientRequest) -> None:
+    core.tokens(request.request_id, 7)
+    core.events.append(Ended(request.request_id, "length", None, Usage(2, 0, 1), STAGES, 1))
+
+
+def seconds(span: ReadableSpan) -> float:
+    assert span.start_time is not None and span.end_time is not None
+    return (span.end_time - span.start_time) / 1e9
+
+
+def test_a_call_has_a_span_for_each_part_under_the_callers_own() -> None:
+    recorded = Recorded()
+
+    async def test(s: Serving) -> None:
+        async with AsyncClient(s.address) as client:
+            await client.generate_text(prompt_token_ids=[1, 2], traceparent=TRACEPARENT)
+            request = await s.next_submit()
+        call = recorded.spans["generate"]
+        assert request.traceparent == f"00-{TRACE}-{call.context.span_id:016x}-01"
+
+    scenario(test, ScriptedCore(answering), tracing=recorded.tracing)
+    spans = recorded.spans
+    assert {f"{span.context.trace_id:032x}" for span in spans.values()} == {TRACE}
+    call = spans.pop("generate")
+    assert call.parent is not None and f"{call.parent.span_id:016x}" == CALLER
+    assert all(span.parent is not None and span.parent.span_id == call.context.span_id for span in spans.values())
+    assert {name: seconds(span) for name, span in spans.items()} == {"queue": 0.75, "prefill": 1.0, "transfer": 0.125, "decode": 2.25}
+    assert [a.end_time for a in spans.values()][:-1] == [b.start_time for b in spans.values()][1:], "one after the other"
+    assert call.attributes is not None and call.attributes["rpc.response.status_code"] == "OK"
+    assert call.attributes["twopass.0.messages_s"] == 0.5
+
+
+def test_failed_refused_and_cancelled_calls_end_with_their_status() -> None:
+    codes: list[object] = []
+    for error, failure in ((None, None), (RequestFailed("3 attempts"), Unavailable)):
+        recorded = Recorded()
+
+        def on_submit(core: ScriptedCore, request: ClientRequest, error: RequestFailed | None = error) -> None:
+            core.tokens(request.request_id, 7)
+            if error is not None:
+                core.end(request.request_id, None, error)
+
+        async def test(s: Serving, failure: type[Exception] | None = failure) -> None:
+            async with AsyncClient(s.address) as client:
+                stream = client.generate(prompt_token_ids=[1])
+                await anext(stream)
+                if failure is not None:
+                    with pytest.raises(failure):
+                        await anext(stream)
+                    return
+                await stream.aclose()
+                while not s.core.cancelled:
+                    await s.core.calls.get()
+                with pytest.raises(InvalidRequest):
+                    await client.generate_text(prompt_token_ids=[])
+
+        scenario(test, ScriptedCore(on_submit), tracing=recorded.tracing)
+        codes += recorded.codes
+    assert codes == ["CANCELLED", "INVALID_ARGUMENT", "UNAVAILABLE"]
+
+
+def test_a_caller_that_is_not_sampled_is_not_recorded_but_its_context_travels() -> None:
+    recorded = Recorded()
+    trace = recorded.tracing.begin(f"00-{TRACE}-{CALLER}-00")
+    trace.end("OK")
+    assert recorded.spans == {}
+    assert trace.traceparent.startswith(f"00-{TRACE}-") and trace.traceparent.endswith("-00")
+
+
+@pytest.mark.parametrize("text", ["", "00", f"ff-{TRACE}-{CALLER}-01", f"00-{'0' * 32}-{CALLER}-01", f"00-{TRACE}-{'0' * 16}-01", TRACEPARENT.upper()])
+def test_a_context_that_is_none_begins_a_new_trace(text: str) -> None:
+    assert valid_traceparent(text) == Untraced().begin(text).traceparent == ""
+    recorded = Recorded()
+    recorded.tracing.begin(text).end("OK")
+    assert recorded.spans["generate"].parent is None
+
+
+def test_without_an_endpoint_the_callers_context_reaches_both_engines() -> None:
+    async def test(s: Serving) -> None:
+        async with AsyncClient(s.address) as client:
+            await client.generate_text(prompt_token_ids=[1, 2], traceparent=TRACEPARENT)
+        assert (await s.next_submit()).traceparent == TRACEPARENT
+
+    scenario(test, ScriptedCore(answering))
+
+
+def test_the_router_hands_the_context_to_both_engines() -> None:
+    router = Router(RouterConfig(), address=Address("router", 1), clock=VirtualClock(), seed=1)
+    fields = {"layout_fingerprint": b"", "block_size": 16, "num_blocks": 99, "max_num_seqs": 8, "max_model_len": 512, "endpoint": b""}
+    for epoch, role in enumerate(("prefill", "decode"), 2):
+        address = Address(f"{role}-0", epoch)
+        router.replica_started(address)
+        router.handle(Envelope(address, router.address, 0, Hello(role=role, **fields)))  # type: ignore[arg-type]
+    prompt = np.arange(40, dtype=np.int32)
+    request = ClientRequest(request_id="a", prompt_token_ids=prompt, max_tokens=4, sampling=SamplingParams(), traceparent=TRACEPARENT)
+    router.submit(request)
+    sent = [message for _, message in router.outbox if isinstance(message, GenerateRequest)]
+    assert [(message.role, message.traceparent) for message in sent] == [("decode", TRACEPARENT), ("prefill", TRACEPARENT)]
+
+
+@contextmanager
+def collector() -> Iterator[tuple[str, "SimpleQueue[ExportTraceServiceRequest]"]]:
+    """URL of an OTLP/HTTP collector on loopback, and what it gets."""
+    received: SimpleQueue[ExportTraceServiceRequest] = SimpleQueue()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            received.put(ExportTraceServiceRequest.FromString(body))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/v1/traces", received
+        server.shutdown()
+        thread.join()
+
+
+def test_spans_arrive_at_a_collector() -> None:
+    with collector() as (endpoint, received):
+        tracing = export_to(endpoint)
+        trace = tracing.begin(TRACEPARENT)
+        trace.answered(0, Ended("a", "length", None, Usage(2, 0, 1), STAGES, 1), 0.0)
+        trace.end("OK")
+        tracing.close()
+        (resource,) = received.get(timeout=30).resource_spans
+    assert {(a.key, a.value.string_value) for a in resource.resource.attributes} >= {("service.name", "twopass")}
+    spans = [span for scope in resource.scope_spans for span in scope.spans]
+    assert {span.name for span in spans} == {"queue", "prefill", "transfer", "decode", "generate"}
+    assert {span.trace_id.hex() for span in spans} == {TRACE}
+
+
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    with pytest.raises(ConfigError, match=r"router\.otlp_endpoint: http://x needs packages that are missing .*twopass\[tracing\]"):
+        export_to("http://x")

@@ -16,7 +16,6 @@ import numpy as np
 from bench.scenario import NO_FAULTS, Client, Scenario
 from bench.simulator import Simulation
 from cluster.config import ClusterConfig
-from engine.config import EngineConfig
 from engine.runner import Batch
 from engine.runners.arithmetic import expected_tokens
 from protocol.errors import ConfigError
@@ -84,15 +83,12 @@ def _from_file(path: Path) -> list[tuple[float, int, int]]:
 def scenario(config: ClusterConfig, requests: list[tuple[float, int, int]], costs: StepCosts, *, num_blocks: dict[str, int]) -> Scenario:
     """`num_blocks`: of each pool's engines, by "prefill" and "decode"."""
 
-    def engine(pool: Any, name: str) -> EngineConfig:
-        return replace(pool.engine, num_blocks=num_blocks[name])
-
     return Scenario(
         seed=1,
         num_prefill=config.prefill.replicas,
         num_decode=config.decode.replicas,
-        prefill=engine(config.prefill, "prefill"),
-        decode=engine(config.decode, "decode"),
+        prefill=replace(config.prefill.engine, num_blocks=num_blocks["prefill"]),
+        decode=replace(config.decode.engine, num_blocks=num_blocks["decode"]),
         router=config.router,
         clients=_clients(requests),
         faults=NO_FAULTS,

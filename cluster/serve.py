@@ -202,9 +202,7 @@ class Deployment:
         if place.role == "router":
             router = replace(config.router, grpc_port=self.port, metrics_port=self.metrics_port)
             model_dir = Path(config.model) if config.model is not None else None
-            place.actor = self._ray.spawn(
-                RouterActor, address, address, config.log_level, router, model_dir, self._vocab_size, mailbox
-            )
+            place.actor = self._ray.spawn(RouterActor, address, address, config.log_level, router, model_dir, self._vocab_size, mailbox)
         else:
             kind, make = (PrefillActor, build.build_prefill) if place.role == "prefill" else (DecodeActor, build.build_decode)
             place.actor = self._ray.spawn(

@@ -22,7 +22,8 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 PACKAGES = ("protocol", "engine", "kv_transfer", "prefill_pool", "decode_pool", "router", "cluster")
 """Whose logs these are; those of libraries appear from `warning` on."""
 
-_STANDARD = frozenset(vars(logging.makeLogRecord({})))
+_STANDARD = frozenset({*vars(logging.makeLogRecord({})), "message", "asctime"})
+"""Every record has these; names with a leading underscore are somebody's own, Ray's for one."""
 
 
 def configure(level: LogLevel, address: Address, stream: TextIO | None = None) -> None:
@@ -57,7 +58,7 @@ class JsonFormatter(logging.Formatter):
             "replica": self._replica,
             "message": record.getMessage(),
         }
-        fields |= {name: value for name, value in vars(record).items() if name not in _STANDARD and name not in ("message", "asctime")}
+        fields |= {name: value for name, value in vars(record).items() if name not in _STANDARD and not name.startswith("_")}
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
         return json.dumps(fields, default=str)

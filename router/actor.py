@@ -61,9 +61,7 @@ class RouterActor:
         tokenizer = load_tokenizer(self._model_dir, self._vocab_size)
         self._tracing = export_to(self._config.otlp_endpoint) if self._config.otlp_endpoint else None
         model = Model(self._model_dir.name if self._model_dir else "arithmetic", self._vocab_size)
-        self._door = FrontDoor(
-            self._core, tokenizer, self._config, model, send=self._post, clock=time.monotonic, tracing=self._tracing
-        )
+        self._door = FrontDoor(self._core, tokenizer, self._config, model, send=self._post, clock=time.monotonic, tracing=self._tracing)
         self._server = Server(self._door, self._config)
         self._metrics = MetricsServer(RouterCollector(self._core, self._door), self._config)
         self._metrics_port = self._metrics.start()

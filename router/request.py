@@ -67,6 +67,11 @@ class Open:
     attempt_stages: dict[str, float] = field(default_factory=dict)
     """As the engines of the present attempt report them."""
 
+    @property
+    def about(self) -> dict[str, object]:
+        """The fields of a log line about its present attempt."""
+        return {"request_id": self.request.request_id, "attempt": self.attempt}
+
     def spent(self, stage: str, now: float) -> None:
         """Books the time since the last change of state."""
         self.stages[stage] = self.stages.get(stage, 0.0) + now - self.since

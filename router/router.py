@@ -20,7 +20,7 @@ from protocol.block_hash import chain_hashes, root_hash
 from protocol.clock import Clock
 from protocol.errors import DeadlineExceeded, Draining, InvalidRequest, ProtocolError, RequestCancelled, RequestError, RequestFailed
 from protocol.histogram import SECONDS, Histogram
-from protocol.log import about, label
+from protocol.log import label
 from protocol.messages import (
     AbortReason,
     AbortRequest,
@@ -324,7 +324,7 @@ class Router:
         elif end.kind == "aborted":
             self._close(entry, None, DeadlineExceeded(f"deadline: {entry.request.deadline_s} s have passed"))
         elif end.kind == "returned":
-            log.debug("attempt returned", extra=about(entry.key) | {"peer": label(sender), "error": end.error})
+            log.debug("attempt returned", extra=entry.about | {"peer": label(sender), "error": end.error})
             self.counters["returned"] += 1
             self._requeue(entry, front=True)
         else:
@@ -367,7 +367,7 @@ class Router:
         entry.attempt += 1
         entry.key = RequestKey(self.address.epoch, entry.request.request_id, entry.attempt)
         entry.prefill, entry.decode, entry.decode_seen = chosen.prefill, chosen.decode, False
-        log.debug("attempt started", extra=about(entry.key) | {"peers": [label(a) for a in (chosen.prefill, chosen.decode) if a]})
+        log.debug("attempt started", extra=entry.about | {"peers": [label(a) for a in (chosen.prefill, chosen.decode) if a]})
         entry.split = chosen.prefill is not None
         request = entry.request
         prompt = request.prompt_token_ids
@@ -414,9 +414,8 @@ class Router:
 
     def _failed(self, entry: Open, error: str) -> None:
         """One attempt failed: try again from what was delivered, or give up."""
-        if entry.key is not None:
-            peers = [label(address) for address in (entry.prefill, entry.decode) if address]
-            log.warning("attempt failed", extra=about(entry.key) | {"peers": peers, "error": error})
+        peers = [label(address) for address in (entry.prefill, entry.decode) if address]
+        log.warning("attempt failed", extra=entry.about | {"peers": peers, "error": error})
         entry.num_failures += 1
         if entry.num_failures >= self._config.max_attempts:
             self._close(
@@ -469,7 +468,7 @@ class Router:
         usage = Usage(len(entry.request.prompt_token_ids), entry.num_cached_tokens, len(entry.delivered))
         self.events.append(Ended(entry.request.request_id, finish_reason, error, usage, stages, entry.attempt))
         fields = {"finish_reason": finish_reason, "error": error and str(error), "usage": usage._asdict(), "stages": stages}
-        log.debug("request ended", extra={"request_id": entry.request.request_id, "attempt": entry.attempt, **fields})
+        log.debug("request ended", extra=entry.about | fields)
 
     def _expire_queued(self, before: float) -> None:
         for entry in [e for e in self._open.values() if e.key is None and e.attempt == 0 and e.accepted_at <= before]:

@@ -7,7 +7,7 @@
     └── decode
 
 What no stage accounts for (`messages`, `deliver`) is no span: so far a child may begin earlier than it did. Exact are the durations;
-every stage by itself is an attribute of `generate`. The packages are looked for only when an endpoint is set: `pip install 'twopass[tracing]'`.
+every stage by itself is an attribute of `generate`. Only with an endpoint are the packages looked for: `pip install 'twopass[tracing]'`.
 """
 
 import re
@@ -133,7 +133,9 @@ def export_to(endpoint: str) -> SpanTracing:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        raise ConfigError(f"router.otlp_endpoint: {endpoint} needs packages that are missing ({error}): pip install 'twopass[tracing]'") from error
+        raise ConfigError(
+            f"router.otlp_endpoint: {endpoint} needs packages that are missing ({error}): pip install 'twopass[tracing]'"
+        ) from error
     provider = TracerProvider(resource=Resource.create({"service.name": "twopass"}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint, timeout=EXPORT_TIMEOUT_S)))
     return SpanTracing(provider)

@@ -38,10 +38,8 @@ def test_a_line_says_who_when_and_what_it_is_about(stream: io.StringIO) -> None:
     log.warning("attempt %s", "failed", extra=about(RequestKey(7, "a\n1", 2)) | {"error": "lease_expired"})
     (line,) = lines(stream)
     assert line.pop("time")[10] == "T"
-    assert line == {
-        **{"level": "warning", "logger": "router.somewhere", "replica": "router@7", "message": "attempt failed"},
-        **{"request_id": "a\n1", "attempt": 2, "error": "lease_expired"},
-    }
+    fields = {"request_id": "a\n1", "attempt": 2, "error": "lease_expired"}
+    assert line == {"level": "warning", "logger": "router.somewhere", "replica": "router@7", "message": "attempt failed"} | fields
 
 
 def test_the_level_is_for_our_packages_and_libraries_only_warn(stream: io.StringIO) -> None:

@@ -91,9 +91,7 @@ class Serving:
 
 
 @asynccontextmanager
-async def serving(
-    core: Core, tokenizer: Tokenizer | None = None, tracing: Tracing | None = None, **knobs: Any
-) -> AsyncIterator[Serving]:
+async def serving(core: Core, tokenizer: Tokenizer | None = None, tracing: Tracing | None = None, **knobs: Any) -> AsyncIterator[Serving]:
     config = RouterConfig(**{"grpc_port": 0, **knobs})
     sent: list[tuple[Address, Message]] = []
     door = FrontDoor(

@@ -117,7 +117,9 @@ def test_a_caller_that_is_not_sampled_is_not_recorded_but_its_context_travels() 
     assert trace.traceparent.startswith(f"00-{TRACE}-") and trace.traceparent.endswith("-00")
 
 
-@pytest.mark.parametrize("text", ["", "00", f"ff-{TRACE}-{CALLER}-01", f"00-{'0' * 32}-{CALLER}-01", f"00-{TRACE}-{'0' * 16}-01", TRACEPARENT.upper()])
+@pytest.mark.parametrize(
+    "text", ["", "00", f"ff-{TRACE}-{CALLER}-01", f"00-{'0' * 32}-{CALLER}-01", f"00-{TRACE}-{'0' * 16}-01", TRACEPARENT.upper()]
+)
 def test_a_context_that_is_none_begins_a_new_trace(text: str) -> None:
     assert valid_traceparent(text) == Untraced().begin(text).traceparent == ""
     recorded = Recorded()

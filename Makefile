@@ -5,6 +5,7 @@
 # make format   rewrites the tree in the house format
 # make proto    regenerates the gRPC stubs from twopass/proto/twopass.proto
 # make bench    scheduler, transfer and preemption figures as JSON
+# make soak     ten minutes of mixed load; exits 1 when blocks or memory do not come back; ARGS="--minutes 60" is passed on
 #
 # torch: from PyPI, Linux gets the CUDA build (about 3 GB). The CPU build is smaller and enough for everything here: put its wheel in a
 # folder that `pip config get global.find-links` names, or set UV_FIND_LINKS to one, before `make setup`.
@@ -15,7 +16,7 @@ STAMP := .venv/.twopass-setup
 FIND_LINKS = $(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null)
 ARGS ?=
 
-.PHONY: setup demo test check format proto bench
+.PHONY: setup demo test check format proto bench soak
 
 setup: $(STAMP)
 
@@ -48,3 +49,6 @@ bench: setup
 	$(BIN)/python -m bench.scheduler --json
 	$(BIN)/python -m bench.transfer --json
 	$(BIN)/python -m bench.preemption --json
+
+soak: setup
+	$(BIN)/python -m bench.soak $(ARGS)

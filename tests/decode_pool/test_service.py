@@ -16,7 +16,7 @@ from protocol.messages import (
     ReplicaStatus,
     StepTokens,
 )
-from tests.pool_world import D, P, ROUTER, DecodeWorld, key
+from tests.pool_world import ROUTER, D, DecodeWorld, P, key
 
 ANSWER = expected_tokens(range(1, 11), 4)
 

@@ -19,7 +19,7 @@ from protocol.messages import (
     SamplingParams,
     StepTokens,
 )
-from tests.pool_world import D, P, ROUTER, PrefillWorld, key
+from tests.pool_world import ROUTER, D, P, PrefillWorld, key
 
 FIRST = expected_tokens(range(1, 11), 1)[0]
 
@@ -146,7 +146,7 @@ def test_a_lease_expires_is_fenced_revoked_and_reported() -> None:
     world.sent()
     world.pass_time(30.0)
     sent = world.sent()
-    assert [type(m) for _, m in sent][0] is KVRevoke and sent[0][0] == D
+    assert next(type(m) for _, m in sent) is KVRevoke and sent[0][0] == D
     (end,) = [end for _, m in sent if isinstance(m, StepTokens) for end in m.ends]
     assert (end.kind, end.error) == ("failed", "lease_expired")
     assert world.num_free() == 16 and not world.words.any()

@@ -1,10 +1,13 @@
 """Spans of calls, through the gRPC door into memory and over HTTP into a collector of this process."""
 
+import asyncio
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from queue import SimpleQueue
 
 import numpy as np
@@ -17,6 +20,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from protocol.clock import VirtualClock
 from protocol.errors import ConfigError, RequestFailed
 from protocol.messages import Address, Envelope, GenerateRequest, Hello, SamplingParams
+from router.actor import RouterActor
 from router.admission import ClientRequest
 from router.config import RouterConfig
 from router.request import Ended, Usage
@@ -191,3 +195,27 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(ConfigError, match=r"router\.otlp_endpoint: http://x needs packages that are missing .*twopass\[tracing\]"):
         export_to("http://x")
+
+
+def test_the_router_process_exports_what_it_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.actor.configure", lambda level, address: None)  # logs of this process are pytest's
+
+    async def serve_one(endpoint: str) -> None:
+        config = RouterConfig(grpc_port=0, metrics_port=0, otlp_endpoint=endpoint)
+        actor = RouterActor(Address("router", 1), "info", config, None, 100, lambda envelope: None)
+        async with AsyncClient(f"127.0.0.1:{await actor.start()}") as client:
+            with pytest.raises(Unavailable):
+                await client.generate_text(prompt_token_ids=[1], traceparent=TRACEPARENT)
+        await actor.stop()
+
+    with collector() as (endpoint, received):
+        asyncio.run(serve_one(endpoint))
+        (span,) = received.get(timeout=30).resource_spans[0].scope_spans[0].spans
+    assert (span.name, span.trace_id.hex(), span.parent_span_id.hex()) == ("generate", TRACE, CALLER)
+    assert {a.key: a.value.string_value for a in span.attributes} == {"rpc.response.status_code": "UNAVAILABLE"}
+
+
+def test_nothing_is_imported_without_an_endpoint() -> None:
+    code = "import sys, router.actor; print(*(name for name in sys.modules if name.startswith('opentelemetry')))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""

@@ -13,7 +13,6 @@ Safety is one order, kept in `Pulls.ended`: bytes complete, barrier, then read t
 """
 
 import logging
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast, get_args
@@ -49,13 +48,12 @@ from protocol.messages import (
     RequestKey,
     RouterStatus,
 )
-from protocol.router_link import LinkConfig, RouterLink, Rows
+from protocol.router_link import LinkConfig, RouterLink
 from protocol.timeline import Timeline
 from protocol.timers import Timers
 
 log = logging.getLogger(__name__)
 
-_LAST_TRAYS = 8
 _FAILURES: dict[type[TransferError], str] = {LeaseLost: "leases_lost", ChecksumMismatch: "checksum_failures"}
 """Counters of failed pulls; `pull_failures` for all others."""
 
@@ -113,7 +111,6 @@ class DecodeService:
         self.timers: Timers[tuple[str, RequestKey]] = Timers()
         self._drain_at: float | None = None
         self._num_arrivals = 0
-        self._trays: deque[Batch] = deque(maxlen=_LAST_TRAYS)
         self.counters: dict[str, float] = dict.fromkeys(
             (
                 *("requests", "prompt_tokens", "cached_tokens", "transferred_tokens", "prefix_query_tokens", "generated_tokens"),
@@ -229,7 +226,7 @@ class DecodeService:
             self._forget(entry, DecodeEvent.FINISHED)
         self._link.flush()
         if batch is not None:
-            self._trays.append(batch)
+            self._steps.scheduled(batch)
         return batch
 
     def commit(self, output: StepOutput) -> None:
@@ -254,15 +251,7 @@ class DecodeService:
             self._link.end(finished.key, finished.slot, "finished", finish_reason=finished.finish_reason)
             self._close_timeline(entry)
             self._forget(entry, DecodeEvent.FINISHED)
-        rows = Rows(
-            slots=committed.slots,
-            attempts=committed.attempts,
-            offsets=committed.offsets,
-            counts=committed.counts,
-            token_ids=committed.token_ids,
-            logprobs=tuple(committed.logprobs),
-        )
-        self._link.flush(rows)
+        self._link.flush(committed.rows)
 
     def step_failed(self, error: str) -> None:
         """The runner could not execute the oldest step in flight: its requests fail, all others stay."""
@@ -539,24 +528,12 @@ class DecodeService:
 
     def _status(self, seq: int) -> ReplicaStatus:
         scheduler = self._scheduler
-        added, removed = scheduler.blocks.take_hash_changes()
         self.counters.update(recomputed_tokens=scheduler.num_recomputed_tokens, padding_tokens=scheduler.num_padding_tokens)
-        return ReplicaStatus(
-            state="up" if self._drain_at is None else "draining",
-            seq=seq,
-            num_waiting=scheduler.num_waiting,
-            num_running=scheduler.num_running,
-            num_leases=0,
+        return self._steps.status(
+            scheduler,
+            seq,
+            draining=self._drain_at is not None,
             num_pulls=len(self._pulls),
             num_early_handoffs=self._num_early,
-            num_free_blocks=scheduler.num_free_blocks,
-            num_cached_blocks=scheduler.blocks.num_cached,
-            num_held_blocks=scheduler.blocks.num_quarantined,
-            thrash_ratio=scheduler.thrash_ratio,
             transport=self._transport.name,
-            counters=dict(self.counters),
-            distributions=self._steps.distributions,
-            last_trays=tuple(batch.tray() for batch in self._trays),
-            hashes_added=added,
-            hashes_removed=removed,
         )

@@ -9,6 +9,7 @@ import numpy.typing as npt
 from engine.preemption import Choice
 from engine.runner import Batch
 from protocol.messages import FinishReason, Logprobs, RequestKey, TokenLogprobs
+from protocol.router_link import Rows
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -78,3 +79,15 @@ class Committed:
     """Got the first token they got here."""
     logprobs: list[Logprobs] = field(default_factory=list)
     """Of the tokens above, where asked for."""
+
+    @property
+    def rows(self) -> Rows:
+        """The arrays as the router's link wants them."""
+        return Rows(
+            slots=self.slots,
+            attempts=self.attempts,
+            offsets=self.offsets,
+            counts=self.counts,
+            token_ids=self.token_ids,
+            logprobs=tuple(self.logprobs),
+        )

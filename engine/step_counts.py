@@ -1,8 +1,14 @@
 """What one engine's steps add up to; its service reports it to the router."""
 
+from collections import deque
+
 from engine.config import EngineConfig
 from engine.runner import Batch, StepOutput
-from protocol.histogram import SECONDS, TOKENS, Distribution, Histogram
+from engine.scheduler import Scheduler
+from protocol.histogram import SECONDS, TOKENS, Histogram
+from protocol.messages import ReplicaStatus
+
+NUM_TRAYS = 8
 
 
 class StepCounts:
@@ -17,6 +23,11 @@ class StepCounts:
         self._counters = counters
         self._budget = config.max_num_batched_tokens
         self._seconds, self._tokens = Histogram(SECONDS), Histogram(TOKENS)
+        self._batches: deque[Batch] = deque(maxlen=NUM_TRAYS)
+
+    def scheduled(self, batch: Batch) -> None:
+        """Kept for the last trays of the status."""
+        self._batches.append(batch)
 
     def committed(self, batch: Batch, output: StepOutput) -> None:
         num_tokens = batch.num_tokens
@@ -32,6 +43,35 @@ class StepCounts:
             counters["drafts"] += int(batch.num_drafts.sum())
             counters["accepted_drafts"] += int(output.counts.sum() - batch.sample.sum())
 
-    @property
-    def distributions(self) -> dict[str, Distribution]:
-        return {"step_seconds": self._seconds.now, "step_tokens": self._tokens.now}
+    def status(
+        self,
+        scheduler: Scheduler,
+        seq: int,
+        *,
+        draining: bool,
+        num_leases: int = 0,
+        num_pulls: int = 0,
+        num_early_handoffs: int = 0,
+        transport: str = "",
+    ) -> ReplicaStatus:
+        """The engine's status; the keywords are what only its pool knows. Takes the prefix cache's changes: call it once per message."""
+        added, removed = scheduler.blocks.take_hash_changes()
+        return ReplicaStatus(
+            state="draining" if draining else "up",
+            seq=seq,
+            num_waiting=scheduler.num_waiting,
+            num_running=scheduler.num_running,
+            num_leases=num_leases,
+            num_pulls=num_pulls,
+            num_early_handoffs=num_early_handoffs,
+            num_free_blocks=scheduler.num_free_blocks,
+            num_cached_blocks=scheduler.blocks.num_cached,
+            num_held_blocks=scheduler.blocks.num_quarantined,
+            thrash_ratio=scheduler.thrash_ratio,
+            transport=transport,
+            counters=dict(self._counters),
+            distributions={"step_seconds": self._seconds.now, "step_tokens": self._tokens.now},
+            last_trays=tuple(batch.tray() for batch in self._batches),
+            hashes_added=added,
+            hashes_removed=removed,
+        )

@@ -11,7 +11,6 @@ Safety is one order, kept in `_free`: clear the word, pass a barrier, then free.
 """
 
 import logging
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, cast
@@ -45,11 +44,9 @@ from protocol.messages import (
     RouterStatus,
     TokenLogprobs,
 )
-from protocol.router_link import LinkConfig, RouterLink, Rows
+from protocol.router_link import LinkConfig, RouterLink
 from protocol.timeline import Timeline
 from protocol.timers import Timers
-
-_LAST_TRAYS = 8
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +111,6 @@ class PrefillService:
         self.timers: Timers[tuple[str, RequestKey]] = Timers()
         self._drain_at: float | None = None
         self._num_arrivals = 0
-        self._trays: deque[Batch] = deque(maxlen=_LAST_TRAYS)
         self.counters: dict[str, float] = dict.fromkeys(
             (
                 *("requests", "prompt_tokens", "cached_tokens", "prefix_query_tokens", "generated_tokens"),
@@ -192,7 +188,7 @@ class PrefillService:
             if self._scheduler.config.enable_prefix_caching:
                 self.counters["prefix_query_tokens"] += len(entry.request.prompt_token_ids)
         if batch is not None:
-            self._trays.append(batch)
+            self._steps.scheduled(batch)
         return batch
 
     def commit(self, output: StepOutput) -> None:
@@ -211,15 +207,7 @@ class PrefillService:
                 self._offer(entry, self._scheduler.block_ids(key), num_ready)
         for done in committed.prompts:
             self._on_prompt_done(self._entries[done.key], done)
-        rows = Rows(
-            slots=committed.slots,
-            attempts=committed.attempts,
-            offsets=committed.offsets,
-            counts=committed.counts,
-            token_ids=committed.token_ids,
-            logprobs=tuple(committed.logprobs),
-        )
-        self._link.flush(rows)
+        self._link.flush(committed.rows)
 
     def step_failed(self, error: str) -> None:
         """The runner could not execute the oldest step in flight: its requests fail, all others stay."""
@@ -477,22 +465,4 @@ class PrefillService:
         entry.state = advance(PREFILL_TABLE, entry.state, event, state)
 
     def _status(self, seq: int) -> ReplicaStatus:
-        scheduler = self._scheduler
-        added, removed = scheduler.blocks.take_hash_changes()
-        return ReplicaStatus(
-            state="up" if self._drain_at is None else "draining",
-            seq=seq,
-            num_waiting=scheduler.num_waiting,
-            num_running=scheduler.num_running,
-            num_leases=self._leases.num_live,
-            num_pulls=0,
-            num_early_handoffs=0,
-            num_free_blocks=scheduler.num_free_blocks,
-            num_cached_blocks=scheduler.blocks.num_cached,
-            num_held_blocks=scheduler.blocks.num_quarantined,
-            counters=dict(self.counters),
-            distributions=self._steps.distributions,
-            last_trays=tuple(batch.tray() for batch in self._trays),
-            hashes_added=added,
-            hashes_removed=removed,
-        )
+        return self._steps.status(self._scheduler, seq, draining=self._drain_at is not None, num_leases=self._leases.num_live)

@@ -55,10 +55,8 @@ def test_blocks_and_memory_return_to_the_baseline(deployment: Deployment) -> Non
     assert ends.total() == NUM_REQUESTS and ends["cancelled"] > NUM_REQUESTS / 2
     assert Report(0.0, before, after, dict(ends)).problems() == []
     assert all(load.hello.num_blocks - 1 == after.free_blocks[load.address.replica_id] for load in deployment.loads())
-    assert {load.address.replica_id: load.status.counters.get("checksum_failures", 0) for load in deployment.loads() if load.status} == {
-        "prefill-0": 0,
-        "decode-0": 0,
-    }
+    (decode,) = (load.status for load in deployment.loads() if load.hello.role == "decode")
+    assert decode is not None and decode.counters["pulls"] > 0 and decode.counters["checksum_failures"] == 0
 
 
 def test_every_process_logs_lines_that_machines_read(deployment: Deployment) -> None:

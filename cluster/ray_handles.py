@@ -176,8 +176,10 @@ class RayCluster:
                     _node_ip_address=_LOOPBACK,
                     _temp_dir=str(folder.path),
                 )
-        except BaseException:
+        except BaseException as error:
             cls(folder).close()
+            if type(error) is Exception:  # what Ray raises when its own processes are not up within 30 s
+                raise CapacityError(f"Ray did not start: {error}") from error
             raise
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray sets its own, which exits without a drain
         return cls(folder)

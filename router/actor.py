@@ -123,6 +123,7 @@ class RouterActor:
             log.info("stops", extra={"num_open": self._core.num_open})
             await self._server.stop(STOP_GRACE_S)
             self._serving.cancel()
+            await asyncio.gather(self._serving, return_exceptions=True)
             await self._metrics.stop()
             if self._tracing is not None:
                 await asyncio.to_thread(self._tracing.close)

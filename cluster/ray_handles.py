@@ -58,7 +58,8 @@ class Mailbox:
             handle = ray.get_actor(actor_name(receiver), namespace=self._namespace)
         except ValueError:
             return None
-        send: Callable[[Envelope], None] = handle.deliver.options(num_returns=0).remote
+        # Ray's record of every call would cost the sender some 200 bytes a message, and is never given back.
+        send: Callable[[Envelope], None] = handle.deliver.options(num_returns=0, enable_task_events=False).remote
         return send
 
 

@@ -4,7 +4,7 @@
 # make check    formatting, lint, types, import borders
 # make format   rewrites the tree in the house format
 # make proto    regenerates the gRPC stubs from twopass/proto/twopass.proto
-# make bench    scheduler, transfer and preemption figures as JSON
+# make bench    scheduler, transfer, router, serving, interference and preemption figures of this machine (about 10 minutes)
 # make soak     ten minutes of mixed load; exits 1 when blocks or memory do not come back; ARGS="--minutes 60" is passed on
 #
 # torch: from PyPI, Linux gets the CUDA build (about 3 GB). The CPU build is smaller and enough for everything here: put its wheel in a
@@ -48,6 +48,9 @@ proto: setup
 bench: setup
 	$(BIN)/python -m bench.scheduler --json
 	$(BIN)/python -m bench.transfer --json
+	$(BIN)/python -m bench.router
+	$(BIN)/python -m bench.serving
+	$(BIN)/python -m bench.interference
 	$(BIN)/python -m bench.preemption --json
 
 soak: setup

@@ -93,16 +93,6 @@ class Scheduler:
         return self._state.num_reserved
 
     @property
-    def num_arrived(self) -> int:
-        """All KV there, no seat yet."""
-        return len(self._state.arrived)
-
-    @property
-    def num_in_flight(self) -> int:
-        """Batches scheduled and not committed."""
-        return len(self._state.table.flights)
-
-    @property
     def num_free_blocks(self) -> int:
         return self.blocks.num_free
 

@@ -79,10 +79,6 @@ class SequenceTable:
     def has_row(self) -> bool:
         return bool(self._free_rows)
 
-    @property
-    def num_free_rows(self) -> int:
-        return len(self._free_rows)
-
     def enter(self, sequence: Sequence, *, computed: int, blocks: list[int], cap: int, edge: int) -> int:
         """Seats a sequence that owns `blocks` (in order) and has `computed` tokens in them. Returns its position."""
         request, tokens = sequence.request, sequence.tokens

@@ -65,17 +65,3 @@ class Transport(Protocol):
     def close(self) -> None:
         """Ends what the transport runs. Pulls under way fail."""
         ...
-
-
-class LeaseWords(Protocol):
-    """The prefill side's table of 8-byte words beside its cache; slot i is 0 when no lease is live in it."""
-
-    num_slots: int
-
-    def write(self, slot: int, lease_id: int) -> None:
-        """Makes the lease visible. The blocks' bytes must have been written before."""
-        ...
-
-    def clear(self, slot: int) -> None:
-        """The fence: clears the word, then passes a full barrier. Only after it may the blocks be freed."""
-        ...

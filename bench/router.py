@@ -3,7 +3,8 @@
     python -m bench.router [--json]
 
 The real core, front door and gRPC server run in this process, a client in another; one engine is played by a timer that hands in one
-`StepTokens` with a token for every stream. Both processes read the same monotonic clock of this machine.
+`StepTokens` with a token for every stream. Beside it the same messages over grpc.aio alone: what a server with no router behind it would
+take, client included. Both processes read the same monotonic clock of this machine.
 """
 
 import argparse
@@ -12,19 +13,24 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import grpc
 import numpy as np
 
 from protocol.messages import Address, End, Envelope, GenerateRequest, Hello, Int64, Message, StepTokens
 from router.config import RouterConfig
 from router.frontdoor import FrontDoor, Model
 from router.router import Router
-from router.server import Server
+from router.server import SERVICE, Server
 from router.tokenizer import NumberTokenizer
+from twopass.proto import twopass_pb2 as pb
 
 NUM_STREAMS = 64
 NUM_STEPS = 200
 STEP_S = 0.02
+NUM_ROUNDS = 3
 ENGINE = Address("decode-0", 2)
 
 CLIENT = """
@@ -43,10 +49,17 @@ asyncio.run(main())
 """
 
 
-async def measure() -> dict[str, float]:
-    """Milliseconds per token, p50 and p99, over all streams and steps."""
+class Figures(NamedTuple):
+    """Milliseconds from a step's tokens being at hand to the client having each, and CPU microseconds of this process per token."""
+
+    p50_ms: float
+    p99_ms: float
+    cpu_us: float
+
+
+async def measure_router() -> Figures:
+    """The whole router."""
     dispatched: dict[int, int] = {}
-    sent_at: list[float] = []
 
     def send(address: Address, message: Message) -> None:
         if isinstance(message, GenerateRequest):
@@ -60,40 +73,93 @@ async def measure() -> dict[str, float]:
     router.replica_started(ENGINE)
     hello = Hello(role="decode", layout_fingerprint=b"", block_size=16, num_blocks=9999, max_num_seqs=256, max_model_len=2048, endpoint=b"")
     door.deliver(Envelope(ENGINE, router.address, 0, hello))
+    ones = np.ones(NUM_STREAMS, np.int32)
+
+    def hand_in(step: int) -> None:
+        slots = np.array(sorted(dispatched), np.int64)
+        message = StepTokens(
+            router_epoch=1, slots=slots, attempts=ones, offsets=ones * step, counts=ones, token_ids=ones * step, ends=_ends(slots, step)
+        )
+        door.deliver(Envelope(ENGINE, router.address, step + 1, message))
+
+    figures = await _measure(port, lambda: len(dispatched), hand_in)
+    await server.stop(0.1)
+    return figures
+
+
+async def measure_bare() -> Figures:
+    """Under it: grpc.aio writing the same messages, each stream waiting for its turn."""
+    turns: list[asyncio.Event] = []
+
+    async def generate(request: bytes, context: Any) -> None:
+        turns.append(turn := asyncio.Event())
+        for step in range(NUM_STEPS):
+            await turn.wait()
+            turn.clear()
+            piece = pb.GenerateResponse(text=f"{step} ", token_ids=[step])
+            if step == NUM_STEPS - 1:
+                piece.finish_reason = pb.FINISH_REASON_LENGTH
+                piece.usage.completion_tokens = NUM_STEPS
+            await context.write(piece)
+
+    server = grpc.aio.server()
+    handler = grpc.unary_stream_rpc_method_handler(generate, response_serializer=pb.GenerateResponse.SerializeToString)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Generate": handler}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+
+    def hand_in(step: int) -> None:
+        for turn in turns:
+            turn.set()
+
+    figures = await _measure(port, lambda: len(turns), hand_in)
+    await server.stop(0.1)
+    return figures
+
+
+async def _measure(port: int, num_open: Callable[[], int], hand_in: Callable[[int], None]) -> Figures:
+    """Starts the client, waits for its streams, then hands in one step after the other."""
     client = subprocess.Popen(
         [sys.executable, "-c", CLIENT, str(port), str(NUM_STREAMS), str(NUM_STEPS)], stdout=subprocess.PIPE, text=True
     )
     reading = asyncio.create_task(asyncio.to_thread(client.communicate))
-    while len(dispatched) < NUM_STREAMS:
+    while num_open() < NUM_STREAMS:
         await asyncio.sleep(0.01)
-    slots = np.array(sorted(dispatched), np.int64)
-    ones = np.ones(NUM_STREAMS, np.int32)
+    handed_in_at, cpu_s = [], time.process_time()
     for step in range(NUM_STEPS):
-        message = StepTokens(
-            router_epoch=1, slots=slots, attempts=ones, offsets=ones * step, counts=ones, token_ids=ones * step, ends=_ends(slots, step)
-        )
-        sent_at.append(time.perf_counter())
-        door.deliver(Envelope(ENGINE, router.address, step + 1, message))
+        handed_in_at.append(time.perf_counter())
+        hand_in(step)
         await asyncio.sleep(STEP_S)
+    cpu_s = time.process_time() - cpu_s
     streams = json.loads((await reading)[0])
-    await server.stop(0.1)
-    added = np.array([at - sent_at[token] for stream in streams for token, at in stream]) * 1e3
-    return {"streams": NUM_STREAMS, "tokens": len(added), "p50_ms": float(np.median(added)), "p99_ms": float(np.percentile(added, 99))}
+    added = np.array([at - handed_in_at[token] for stream in streams for token, at in stream]) * 1e3
+    return Figures(float(np.median(added)), float(np.percentile(added, 99)), cpu_s / len(added) * 1e6)
 
 
 def _ends(slots: Int64, step: int) -> tuple[End, ...]:
     return tuple(End(int(slot), 1, "finished", "length") for slot in slots) if step == NUM_STEPS - 1 else ()
 
 
+async def measure() -> dict[str, Any]:
+    """Both, in turns, so that a change of the machine's mood meets both. Medians of `NUM_ROUNDS`; `added`: what the router adds."""
+    rounds = [(await measure_router(), await measure_bare()) for _ in range(NUM_ROUNDS)]
+    router, bare = (Figures(*np.median(np.array(figures), axis=0).tolist()) for figures in zip(*rounds, strict=True))
+    added = Figures(*(router_figure - bare_figure for router_figure, bare_figure in zip(router, bare, strict=True)))
+    return {"streams": NUM_STREAMS, "steps": NUM_STEPS, "router": router._asdict(), "bare_grpc": bare._asdict(), "added": added._asdict()}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Latency that the router and gRPC add to each token.")
+    parser = argparse.ArgumentParser(description="Latency that the router adds to each token, and what gRPC itself takes.")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     result = asyncio.run(measure())
     if arguments.json:
         print(json.dumps(result))
-    else:
-        print(f"router and gRPC, {result['streams']} streams: {result['p50_ms']:.2f} ms p50, {result['p99_ms']:.2f} ms p99 a token")
+        return
+    print(f"{result['streams']} streams; from the engine's message to the client, per token")
+    for name in ("router", "bare_grpc", "added"):
+        figures = Figures(**result[name])
+        print(f"{name:10} {figures.p50_ms:6.2f} ms p50  {figures.p99_ms:6.2f} ms p99  {figures.cpu_us:6.1f} us of the router's CPU")
 
 
 if __name__ == "__main__":

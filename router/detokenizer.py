@@ -6,7 +6,6 @@ turn out to be the beginning of a stop string. Amortised cost per token is const
 
 import codecs
 
-from protocol.messages import Int32
 from router.tokenizer import Tokenizer, join_bytes
 
 
@@ -24,7 +23,7 @@ class Detokenizer:
         """Tokens still to come that end nothing."""
         self.stopped = False
 
-    def push(self, token_ids: Int32) -> tuple[str, int]:
+    def push(self, token_ids: list[int]) -> tuple[str, int]:
         """The next piece (may be empty) and how many of `token_ids` [num_tokens] belong to the answer: all, unless `stopped`."""
         if not self._matchers:
             return self._utf8.decode(join_bytes(self._token_bytes, token_ids)), len(token_ids)

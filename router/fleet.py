@@ -88,8 +88,10 @@ class Fleet:
         replica.hashes.update(status.hashes_added)
         replica.hashes.difference_update(status.hashes_removed)
         if replica.state == "suspected":
-            replica.state = "draining" if status.state == "draining" else "up"
+            replica.state = "up"
             log.info("replica up again", extra={"peer": label(envelope.sender)})
+        if status.state == "draining":  # told by somebody else, or by the router before us
+            replica.state = "draining"
 
     def suspect(self, address: Address) -> None:
         if address in self._replicas:

@@ -16,11 +16,9 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Protocol, TypeVar
 
-import numpy as np
-
 from protocol.clock import Clock
 from protocol.errors import InvalidRequest, Overloaded, RequestCancelled, RequestError
-from protocol.messages import Address, Envelope, Int32, Message, TokenLogprobs
+from protocol.messages import Address, Envelope, Message, TokenLogprobs
 from router.admission import ClientRequest
 from router.config import RouterConfig
 from router.detokenizer import Detokenizer
@@ -216,11 +214,11 @@ class FrontDoor:
         token_ids, logprobs = answer.take()
         if answer.first_at is None:
             answer.first_at = self._clock()
-            if len(token_ids):
+            if token_ids:
                 self.totals.first_token.observe(answer.first_at - call.arrived_at)
         text, num_kept = answer.detokenizer.push(token_ids)
         answer.num_tokens += num_kept
-        piece = pb.GenerateResponse(text=text, token_ids=token_ids[:num_kept].tolist(), index=answer.index)
+        piece = pb.GenerateResponse(text=text, token_ids=token_ids[:num_kept], index=answer.index)
         for values in logprobs[:num_kept]:
             piece.logprobs.add(logprob=values.chosen, top_token_ids=values.top_token_ids, top_logprobs=values.top)
         stopped = answer.detokenizer.stopped
@@ -335,7 +333,7 @@ class _Answer:
 
     __slots__ = (
         *("_logprobs", "_tokens", "_wake", "detokenizer", "done", "ended", "first_at"),
-        *("index", "num_buffered", "num_tokens", "overflown", "request_id"),
+        *("index", "num_tokens", "overflown", "request_id"),
     )
 
     def __init__(self, index: int, parsed: Parsed, tokenizer: Tokenizer, wake: asyncio.Event) -> None:
@@ -349,9 +347,8 @@ class _Answer:
         self.num_tokens = 0
         """Of the answer, as the client has them."""
         self.done = False
-        self.num_buffered = 0
         self.overflown = False
-        self._tokens: list[Int32] = []
+        self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._wake = wake
 
@@ -362,24 +359,23 @@ class _Answer:
     def push(self, tokens: Tokens) -> int:
         """Returns the number of tokens that now wait for the client."""
         if not self.overflown:
-            self._tokens.append(tokens.token_ids)
+            self._tokens += tokens.token_ids
             self._logprobs += tokens.logprobs
-            self.num_buffered += len(tokens.token_ids)
             self._wake.set()
-        return self.num_buffered
+        return len(self._tokens)
 
     def end(self, ended: Ended) -> None:
         if self.overflown:
-            error = RequestCancelled(f"the client reads too slowly: {self.num_buffered} tokens wait for it")
+            error = RequestCancelled(f"the client reads too slowly: {len(self._tokens)} tokens wait for it")
             ended = ended._replace(finish_reason=None, error=error)
         self.ended = ended
         self._wake.set()
 
-    def take(self) -> tuple[Int32, list[TokenLogprobs]]:
+    def take(self) -> tuple[list[int], list[TokenLogprobs]]:
         """All tokens that wait, and their logprobs if the request asked."""
-        tokens, self._tokens, self.num_buffered = self._tokens, [], 0
+        tokens, self._tokens = self._tokens, []
         logprobs, self._logprobs = self._logprobs, []
-        return np.concatenate(tokens) if tokens else np.empty(0, dtype=np.int32), logprobs
+        return tokens, logprobs
 
 
 def _replica_load(replica: Replica, now: float) -> pb.ReplicaLoad:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from protocol.errors import RequestError
-from protocol.messages import Address, FinishReason, Int32, RequestKey, TokenLogprobs
+from protocol.messages import Address, FinishReason, RequestKey, TokenLogprobs
 from router.admission import ClientRequest
 from router.policy import NO_LOAD, Load
 
@@ -16,10 +16,10 @@ class Usage(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """New tokens of an answer, in order, without gap or repeat. int32 [n]; `logprobs`: one for each if the request asked, else none."""
+    """New tokens of an answer, at least one, in order, without gap or repeat; `logprobs`: one for each if the request asked, else none."""
 
     request_id: str
-    token_ids: Int32
+    token_ids: list[int]
     logprobs: tuple[TokenLogprobs, ...] = ()
 
 

@@ -30,7 +30,6 @@ from protocol.messages import (
     FinishReason,
     GenerateRequest,
     Hello,
-    Int32,
     Message,
     PeerGap,
     ReplicaStatus,
@@ -261,11 +260,12 @@ class Router:
             return
         start, now = 0, self._clock()
         self._logprobs = {(slot, attempt, offset): values for slot, attempt, offset, values in message.logprobs}
+        token_ids = message.token_ids.tolist()
         rows = zip(message.slots.tolist(), message.attempts.tolist(), message.offsets.tolist(), message.counts.tolist(), strict=True)
         for slot, attempt, offset, count in rows:
             entry = self._current(sender, slot, attempt)
             if entry is not None:
-                self._deliver(entry, sender, offset, message.token_ids[start : start + count], now)
+                self._deliver(entry, sender, offset, token_ids[start : start + count], now)
             start += count
         if self._gaps:
             self.inter_token.observe_all(self._gaps)
@@ -288,7 +288,7 @@ class Router:
             return None
         return entry
 
-    def _deliver(self, entry: Open, sender: Address, offset: int, token_ids: Int32, now: float) -> None:
+    def _deliver(self, entry: Open, sender: Address, offset: int, token_ids: list[int], now: float) -> None:
         """Hands on what lies beyond the delivered tokens; both engines may bring the same ones."""
         num_delivered = len(entry.delivered)
         if offset > num_delivered:
@@ -297,8 +297,10 @@ class Router:
             entry.decode_seen = True
             if entry.prefill is not None:
                 self._fleet.unload(entry.prefill, entry.prefill_load)
-        new = token_ids[num_delivered - offset :]
-        self.counters["repeated_tokens"] += len(token_ids) - len(new)
+        new = token_ids
+        if offset < num_delivered:
+            new = token_ids[num_delivered - offset :]
+            self.counters["repeated_tokens"] += len(token_ids) - len(new)
         if len(new):
             if num_delivered:
                 self._gaps.append(now - entry.delivered_at)
@@ -306,7 +308,7 @@ class Router:
                 self.inter_token.observe(0.0, len(new) - 1)
             entry.delivered_at = now
             self.counters["delivered_tokens"] += len(new)
-            entry.delivered.extend(new.tolist())
+            entry.delivered += new
             logprobs: tuple[TokenLogprobs, ...] = ()
             if entry.request.sampling.logprobs is not None:
                 indices = range(num_delivered, num_delivered + len(new))

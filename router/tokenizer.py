@@ -109,7 +109,7 @@ class TextTokenizer:
         return np.array(self._tokenizer.encode(text).ids, dtype=np.int32)
 
     def decode(self, token_ids: Int32) -> str:
-        return join_bytes(self.token_bytes, token_ids).decode("utf-8", "replace")
+        return join_bytes(self.token_bytes, token_ids.tolist()).decode("utf-8", "replace")
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         if self._template is None:
@@ -137,7 +137,7 @@ class NumberTokenizer:
         return text.count("<")
 
     def decode(self, token_ids: Int32) -> str:
-        return join_bytes(self.token_bytes, token_ids).decode()
+        return join_bytes(self.token_bytes, token_ids.tolist()).decode()
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         return " ".join(message["content"] for message in messages)
@@ -146,10 +146,10 @@ class NumberTokenizer:
         return self.encode(text)
 
 
-def join_bytes(token_bytes: Sequence[bytes], token_ids: Int32) -> bytes:
+def join_bytes(token_bytes: Sequence[bytes], token_ids: list[int]) -> bytes:
     """Ids outside the vocabulary (padding rows of an embedding) have no text."""
     size = len(token_bytes)
-    return b"".join([token_bytes[token_id] for token_id in token_ids.tolist() if 0 <= token_id < size])
+    return b"".join([token_bytes[token_id] for token_id in token_ids if 0 <= token_id < size])
 
 
 def _token_bytes(tokenizer: tokenizers.Tokenizer, spelt: Callable[[str], bytes], spelt_added: Callable[[str], bytes]) -> list[bytes]:

@@ -76,7 +76,7 @@ class LocalDeployment:
             self._pump(until)
             for event in self.router.events:
                 if isinstance(event, Tokens):
-                    answers[event.request_id] += event.token_ids.tolist()
+                    answers[event.request_id] += event.token_ids
                 else:
                     ended[event.request_id] = event
             self.router.events.clear()

@@ -75,7 +75,7 @@ class Cell:
             self.router.handle(envelope)
         for event in self.router.events:
             if isinstance(event, Tokens):
-                self.received[event.request_id] += event.token_ids.tolist()
+                self.received[event.request_id] += event.token_ids
             else:
                 self.ended[event.request_id] = event
         self.router.events.clear()

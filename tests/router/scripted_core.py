@@ -6,8 +6,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import numpy as np
-
 from protocol.errors import RequestCancelled, RequestError
 from protocol.messages import Address, Envelope, FinishReason, Message, TokenLogprobs
 from router.admission import ClientRequest
@@ -65,7 +63,7 @@ class ScriptedCore:
         self.calls.put_nowait(("drain", deadline_s))
 
     def tokens(self, request_id: str, *token_ids: int, logprobs: tuple[TokenLogprobs, ...] = ()) -> None:
-        self.events.append(Tokens(request_id, np.array(token_ids, dtype=np.int32), logprobs))
+        self.events.append(Tokens(request_id, list(token_ids), logprobs))
 
     def end(self, request_id: str, finish_reason: FinishReason | None = None, error: RequestError | None = None) -> None:
         self.events.append(Ended(request_id, finish_reason, error, Usage(2, 1, 99), {"queue": 1e-6, "decode": 2e-6}, 1))

@@ -28,7 +28,7 @@ def run(tokenizer: Tokenizer, chunks: list[list[int]], stop: tuple[str, ...] = (
     detokenizer = Detokenizer(tokenizer, stop)
     pieces, num_kept = [], 0
     for chunk in chunks:
-        text, kept = detokenizer.push(np.array(chunk, dtype=np.int32))
+        text, kept = detokenizer.push(chunk)
         pieces.append(text)
         num_kept += kept
         if detokenizer.stopped:
@@ -89,7 +89,7 @@ def test_stop_strings_against_a_plain_search(text: str, stop: list[str], cuts: l
 @given(st.text(alphabet="ab", max_size=40), st.text(alphabet="ab", min_size=1, max_size=5))
 def test_only_what_may_become_a_stop_string_is_held(text: str, stop: str) -> None:
     detokenizer = Detokenizer(TOKENIZER, (stop,))
-    piece, _ = detokenizer.push(TOKENIZER.encode(text))
+    piece, _ = detokenizer.push(TOKENIZER.encode(text).tolist())
     if not detokenizer.stopped:
         held = text[len(piece) :]
         assert stop.startswith(held)
@@ -120,7 +120,7 @@ def test_stop_strings_count_only_past_the_least_number_of_tokens(text: str, stop
     """One character a token. A stop string may begin before `min_tokens`, but not be complete by then."""
     byte_of = {data: token_id for token_id, data in enumerate(TOKENIZER.token_bytes)}
     detokenizer = Detokenizer(TOKENIZER, tuple(stop), include_stop=include_stop, min_tokens=min_tokens)
-    token_ids = np.array([byte_of[character.encode()] for character in text], dtype=np.int32)
+    token_ids = [byte_of[character.encode()] for character in text]
     piece, num_kept = detokenizer.push(token_ids)
     ends = [end for end in range(min_tokens + 1, len(text) + 1) if any(text[:end].endswith(word) for word in stop)]
     if not ends:

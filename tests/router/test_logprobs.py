@@ -15,7 +15,7 @@ def entries(offset: int, *values: float, attempt: int = 1) -> tuple[Logprobs, ..
 
 
 def received(world: World) -> list[tuple[list[int], list[float]]]:
-    return [(e.token_ids.tolist(), [v.chosen for v in e.logprobs]) for e in world.router.events if isinstance(e, Tokens)]
+    return [(e.token_ids, [v.chosen for v in e.logprobs]) for e in world.router.events if isinstance(e, Tokens)]
 
 
 @pytest.mark.parametrize("first", ["prefill", "decode"])

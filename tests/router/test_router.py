@@ -78,7 +78,7 @@ class World:
         return sent
 
     def received(self) -> list[int]:
-        return [int(token) for event in self.router.events if isinstance(event, Tokens) for token in event.token_ids]
+        return [token for event in self.router.events if isinstance(event, Tokens) for token in event.token_ids]
 
     def ended(self) -> Ended:
         (ended,) = [event for event in self.router.events if isinstance(event, Ended)]

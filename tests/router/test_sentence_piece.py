@@ -36,7 +36,7 @@ def pieces_of(token_ids: list[int], cuts: list[int], stop: tuple[str, ...] = ())
     """What a client gets when the tokens come in steps with these edges."""
     detokenizer = Detokenizer(TOKENIZER, stop)
     edges = [0, *sorted(cut % (len(token_ids) + 1) for cut in cuts), len(token_ids)]
-    pieces = [detokenizer.push(np.array(token_ids[start:end], dtype=np.int32))[0] for start, end in pairwise(edges)]
+    pieces = [detokenizer.push(token_ids[start:end])[0] for start, end in pairwise(edges)]
     return [*pieces, detokenizer.finish()]
 
 
@@ -82,7 +82,7 @@ def test_a_character_is_held_until_its_last_byte() -> None:
 def test_stop_strings_across_byte_tokens() -> None:
     ids = [ID_OF["a"], *[BYTE_0 + byte for byte in "日本".encode()], ID_OF["b"]]
     detokenizer = Detokenizer(TOKENIZER, ("日本",))
-    assert detokenizer.push(np.array(ids, dtype=np.int32)) == ("a", 7)
+    assert detokenizer.push(ids) == ("a", 7)
     assert detokenizer.stopped
 
 

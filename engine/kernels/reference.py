@@ -1,0 +1,90 @@
+"""The kernels in plain torch, one function each with the same name and arguments: what tests compare with. Computes in float64."""
+
+import torch
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+    value = x.double()
+    out.copy_(value * torch.rsqrt(value.square().mean(-1, keepdim=True) + eps) * weight.double())
+
+
+def add_rms_norm(h: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+    h += delta
+    rms_norm(h, weight, eps, out)
+
+
+def silu_and_mul(gate_up: torch.Tensor, out: torch.Tensor) -> None:
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    out.copy_(torch.nn.functional.silu(gate) * up)
+
+
+def rope_and_cache(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    cache: torch.Tensor,
+    layer: int,
+    q_out: torch.Tensor,
+    qk_norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> None:
+    num_heads, head_dim = q_out.shape[1:]
+    num_kv_heads, block_size = cache.shape[3], cache.shape[4]
+    q, k, v = qkv.unflatten(1, (-1, head_dim)).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    if qk_norm is not None:
+        normed_q, normed_k = torch.empty_like(q, dtype=torch.double), torch.empty_like(k, dtype=torch.double)
+        rms_norm(q, qk_norm[0], eps, normed_q)
+        rms_norm(k, qk_norm[1], eps, normed_k)
+        q, k = normed_q, normed_k
+    cosine, sine = cos[positions, None].double(), sin[positions, None].double()
+    q_out.copy_(_rotate(q, cosine, sine))
+    kept = slots >= 0
+    blocks, offsets = slots[kept] // block_size, slots[kept] % block_size
+    cache[blocks, layer, 0, :, offsets] = _rotate(k, cosine, sine).to(cache.dtype)[kept]
+    cache[blocks, layer, 1, :, offsets] = v[kept]
+
+
+def _rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    first, second = x.double().chunk(2, dim=-1)
+    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
+
+
+def gather_blocks(cache_flat: torch.Tensor, block_ids: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(cache_flat[block_ids])
+
+
+def scatter_blocks(buffer: torch.Tensor, cache_flat: torch.Tensor, block_ids: torch.Tensor) -> None:
+    cache_flat[block_ids] = buffer
+
+
+def pull_blocks(src_flat: torch.Tensor, src_ids: torch.Tensor, dst_flat: torch.Tensor, dst_ids: torch.Tensor) -> None:
+    dst_flat[dst_ids] = src_flat[src_ids]
+
+
+def paged_attention(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    layer: int,
+    block_tables: torch.Tensor,
+    starts: torch.Tensor,
+    contexts: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    max_num_queries: int,
+    num_splits: int = 1,
+    workspace: torch.Tensor | None = None,
+) -> None:
+    group, block_size = q.shape[1] // cache.shape[3], cache.shape[4]
+    for table, first, end, context in zip(block_tables, starts.tolist(), starts[1:].tolist(), contexts.tolist(), strict=False):
+        blocks = cache[table[: -(-context // block_size)].long(), layer].double()  # [blocks, 2, K, block_size, D]
+        k, v = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context].repeat_interleave(group, 1)  # [H, context, D]
+        for token in range(first, end):
+            seen = context - end + token + 1
+            if seen <= 0:  # a padding row
+                out[token] = 0
+                continue
+            weights = torch.softmax(torch.einsum("hd,hkd->hk", q[token].double(), k[:, :seen]) * scale, dim=-1)
+            out[token] = torch.einsum("hk,hkd->hd", weights, v[:, :seen])

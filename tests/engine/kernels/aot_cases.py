@@ -1,0 +1,99 @@
+"""Launches at production shapes, for `compile_ahead.py`: name -> call with `meta` tensors.
+
+8B: hidden 4096, intermediate 14336, 32 query and 8 key/value heads. 70B: hidden 8192, intermediate 28672, 64 and 8. Both: head_dim 128,
+vocabulary 128256, 32 and 80 layers. A kernel whose name starts with `attention` must use tensor cores.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from engine.kernels.block_copy import gather_blocks, pull_blocks, scatter_blocks
+from engine.kernels.paged_attention import paged_attention, workspace_size
+from engine.kernels.rms_norm import add_rms_norm, rms_norm
+from engine.kernels.rope_and_cache import rope_and_cache
+from engine.kernels.sampling import greedy, penalise, sample
+from engine.kernels.silu_and_mul import silu_and_mul
+
+BLOCK_SIZE = 16
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def cache(num_layers: int, num_kv_heads: int = 8, head_dim: int = 128, num_blocks: int = 4096) -> torch.Tensor:
+    return meta(num_blocks, num_layers, 2, num_kv_heads, BLOCK_SIZE, head_dim)
+
+
+def _rope(num_heads: int, num_layers: int, qk_norm: torch.Tensor | None = None) -> None:
+    angles = meta(8192, 64, dtype=torch.float32)
+    tokens = meta(128, dtype=torch.int64)
+    rope_and_cache(
+        meta(128, (num_heads + 16) * 128), angles, angles, tokens, tokens, cache(num_layers), 1, meta(128, num_heads, 128), qk_norm, 1e-6
+    )
+
+
+def _norm(hidden: int, dtype: torch.dtype) -> None:
+    rms_norm(meta(128, hidden, dtype=dtype), meta(hidden), 1e-5, meta(128, hidden))
+
+
+def _add_norm(hidden: int, dtype: torch.dtype) -> None:
+    add_rms_norm(meta(128, hidden, dtype=dtype), meta(128, hidden), meta(hidden), 1e-5, meta(128, hidden))
+
+
+def _flat_cache() -> torch.Tensor:
+    return cache(num_layers=32).flatten(1)
+
+
+def _attention(num_heads: int, num_layers: int, num_tokens: int, num_sequences: int, max_num_queries: int, num_splits: int = 1) -> None:
+    tables, starts, contexts = (meta(*shape, dtype=torch.int32) for shape in ((num_sequences, 512), (num_sequences + 1,), (num_sequences,)))
+    q, out = meta(num_tokens, num_heads + 16, 128)[:, :num_heads], meta(num_tokens, num_heads, 128)
+    workspace = meta(workspace_size(num_sequences, num_heads, 128, num_splits), dtype=torch.float32)
+    paged_attention(
+        q, cache(num_layers), 3, tables, starts, contexts, out,
+        scale=128**-0.5, max_num_queries=max_num_queries, num_splits=num_splits, workspace=workspace,
+    )  # fmt: skip
+
+
+def _sample() -> None:
+    floats, ints, longs = (meta(64, dtype=dtype) for dtype in (torch.float32, torch.int32, torch.int64))
+    logits = meta(64, 128256, dtype=torch.float32)
+    sample(logits, temperatures=floats, top_ks=ints, top_ps=floats, min_ps=floats, seeds=longs, indices=longs, out=ints)
+
+
+def _penalise() -> None:
+    floats, ints = meta(64, dtype=torch.float32), meta(64, dtype=torch.int32)
+    logits, counts = meta(64, 128256, dtype=torch.float32), meta(64, 128256, dtype=torch.int32)
+    penalise(
+        logits, counts, token_ids=meta(256, 8192, dtype=torch.int32), rows=ints, num_known=ints, last=ints, answer_bases=ints,
+        repetitions=floats, presences=floats, frequencies=floats,
+    )  # fmt: skip
+
+
+CASES: dict[str, Callable[[], object]] = {
+    "rms_norm 8B, float32 stream": lambda: _norm(4096, torch.float32),
+    "rms_norm 8B": lambda: _norm(4096, torch.bfloat16),
+    "rms_norm 70B, float32 stream": lambda: _norm(8192, torch.float32),
+    "add_rms_norm 8B, float32 stream": lambda: _add_norm(4096, torch.float32),
+    "add_rms_norm 8B": lambda: _add_norm(4096, torch.bfloat16),
+    "add_rms_norm 70B, float32 stream": lambda: _add_norm(8192, torch.float32),
+    "silu_and_mul 8B": lambda: silu_and_mul(meta(128, 28672), meta(128, 14336)),
+    "silu_and_mul 70B": lambda: silu_and_mul(meta(128, 57344), meta(128, 28672)),
+    "rope_and_cache 8B": lambda: _rope(32, 32),
+    "rope_and_cache 8B, q and k normed": lambda: _rope(32, 36, meta(2, 128)),
+    "rope_and_cache 70B": lambda: _rope(64, 80),
+    "gather_blocks 8B": lambda: gather_blocks(_flat_cache(), meta(64, dtype=torch.int64), meta(64, 32 * 2 * 8 * BLOCK_SIZE * 128)),
+    "scatter_blocks 8B": lambda: scatter_blocks(meta(64, 32 * 2 * 8 * BLOCK_SIZE * 128), _flat_cache(), meta(64, dtype=torch.int64)),
+    "pull_blocks 8B": lambda: pull_blocks(_flat_cache(), meta(64, dtype=torch.int64), _flat_cache(), meta(64, dtype=torch.int64)),
+    "attention 8B, 64 decodes": lambda: _attention(32, 32, 64, 64, 1),
+    "attention 8B, 4 decodes, 8 splits": lambda: _attention(32, 32, 4, 4, 1, 8),
+    "attention 8B, 16 decodes with 4 drafts": lambda: _attention(32, 32, 80, 16, 5),
+    "attention 8B, chunks and decodes": lambda: _attention(32, 32, 2048, 64, 1024),
+    "attention 70B, 64 decodes": lambda: _attention(64, 80, 64, 64, 1),
+    "attention 70B, 4 decodes, 8 splits": lambda: _attention(64, 80, 4, 4, 1, 8),
+    "attention 70B, chunks and decodes": lambda: _attention(64, 80, 2048, 64, 1024),
+    "greedy 8B": lambda: greedy(meta(64, 128256), meta(64, dtype=torch.int32)),
+    "sample 8B": _sample,
+    "penalise 8B": _penalise,
+}

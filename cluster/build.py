@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,16 @@ from engine.scheduler import Proposer, Scheduler
 from kv_transfer.checksum import Checksum, checksum_of
 from kv_transfer.layout import KVLayout
 from kv_transfer.lease import LeaseTable
-from kv_transfer.segment import PREFIX, SharedSegment, remove_stale
+from kv_transfer.segment import PREFIX, remove_stale
+from kv_transfer.transport import Transport
 from prefill_pool.service import PrefillService
 from protocol.errors import ConfigError
 from protocol.messages import Address, Envelope, Hello
 from protocol.router_link import LinkConfig
 
 Send = Callable[[Envelope], None]
+MakeRunner = Callable[[Any, int], Runner]
+"""(cache, host blocks): the cache uint8 [num_blocks, block_bytes], numpy's on the host, torch's on a GPU; used in place."""
 
 DEFAULT_KV_CACHE_BYTES = {"torch": 1024**3, "arithmetic": 4 * 1024**2}
 """Per engine, by runner, where a pool names neither `num_blocks` nor `kv_cache_bytes`."""
@@ -72,9 +76,7 @@ def serve_model(config: ClusterConfig) -> ServedModel:
     del served.layout_fields["block_size"]
     check_max_model_len(config, served.max_model_len)
     for name, pool in (("prefill", config.prefill), ("decode", config.decode)):
-        if pool.replicas and pool.num_gpus:
-            raise ConfigError(f"{name}.num_gpus: {pool.num_gpus}, but the {config.runner} runner computes on the CPU")
-        if pool.replicas and num_blocks(config, pool, served) < 2:
+        if pool.replicas and not is_profiled(pool) and num_blocks(config, pool, served) < 2:
             raise ConfigError(f"{name}.kv_cache_bytes: too few for two blocks of {served.layout(pool).block_bytes} bytes")
     return served
 
@@ -86,8 +88,13 @@ def check_max_model_len(config: ClusterConfig, limit: int) -> None:
             raise ConfigError(f"{name}.max_model_len: {pool.engine.max_model_len} is more than the model's {limit}")
 
 
+def is_profiled(pool: PoolConfig) -> bool:
+    """Whether its engines find out on their GPU how many KV blocks there is room for."""
+    return bool(pool.num_gpus) and not pool.engine.num_blocks and not pool.engine.kv_cache_bytes
+
+
 def num_blocks(config: ClusterConfig, pool: PoolConfig, served: ServedModel) -> int:
-    """KV blocks of one engine of the pool, block 0 included."""
+    """KV blocks of one engine of the pool, block 0 included. Of one that is not profiled."""
     return (
         pool.engine.num_blocks or (pool.engine.kv_cache_bytes or DEFAULT_KV_CACHE_BYTES[config.runner]) // served.layout(pool).block_bytes
     )
@@ -99,60 +106,86 @@ def num_host_blocks(pool: PoolConfig, served: ServedModel) -> int:
 
 
 def build_prefill(config: ClusterConfig, address: Address, send: Send, prefix: str, resources: ExitStack) -> EngineLoop:
-    """A prefill engine whose cache lies in the shared-memory file `prefix` + its name. Raises StartupError."""
-    from kv_transfer.shared_memory import export  # brings numba: the supervisor, which imports this module too, moves nothing
+    """A prefill engine. Lease words, and on the CPU the cache, lie in the shared-memory file `prefix` + its name. Raises StartupError."""
+    from kv_transfer.exports import DeviceExport, HostExport  # brings numba: the supervisor, which imports this module too, moves nothing
 
     served, pool = serve_model(config), config.prefill
-    layout = served.layout(pool)
-    blocks = num_blocks(config, pool, served)
+    layout, on_host = served.layout(pool), config.device_of(pool) == "cpu"
+    blocks, make_runner = _prepare(config, pool, served)
     remove_stale()  # of this machine, which need not be the supervisor's
-    segment = SharedSegment.create(
-        f"{prefix.removeprefix(PREFIX)}{address.replica_id}-{address.epoch}",
-        block_bytes=layout.block_bytes,
-        num_blocks=blocks,
-        num_slots=blocks,  # every leased prompt has a block of its own at least
-    )
-    resources.callback(segment.close)
+    name = f"{prefix.removeprefix(PREFIX)}{address.replica_id}-{address.epoch}"
+    # As many lease words as blocks: every leased prompt has a block of its own at least.
+    shape: dict[str, Any] = {"num_blocks": blocks, "block_bytes": layout.block_bytes, "num_slots": blocks}
+    export: HostExport | DeviceExport
+    if on_host:
+        export = HostExport(config.transfer, name, **shape)
+    else:
+        from kv_transfer.cuda_driver import CudaDevice
+
+        export = DeviceExport(config.transfer, name, CudaDevice(), **shape, num_peers=config.decode.replicas)
+    resources.callback(export.close)
     service = PrefillService(
         address=address,
         scheduler=_scheduler(pool, blocks, served, layout),
-        leases=LeaseTable(segment.words, address.epoch),
+        leases=LeaseTable(export.words, address.epoch),
         config=config.transfer,
         link=_link(config),
-        hello=_hello("prefill", pool, blocks, layout, export(segment)),
+        hello=_hello("prefill", pool, blocks, layout, export.endpoint),
         clock=time.monotonic,
-        checksum=_checksum(config, segment.cache),
+        checksum=_checksum(config, export.cache),
     )
-    return _loop(service, _runner(config, pool, segment.cache, 0), pool, address, send)
+    return _loop(service, make_runner(export.cache, 0), pool, address, send)
 
 
 def build_decode(config: ClusterConfig, address: Address, send: Send, prefix: str, resources: ExitStack) -> EngineLoop:
     """A decode engine; its cache is its own. Raises StartupError."""
-    from kv_transfer.select import choose  # as above
-
     served, pool = serve_model(config), config.decode
     layout = served.layout(pool)
-    cache = np.empty((num_blocks(config, pool, served), layout.block_bytes), np.uint8)
-    cache.fill(0)  # touches every page now, so that no pull pays for it
+    blocks, make_runner = _prepare(config, pool, served)
+    cache = make_cache(config, pool, blocks, layout)
     loops: list[EngineLoop] = []
-    transport = choose(config.transfer, cache, lambda: loops[0].wake())
+    transport = _transport(config, pool, cache, lambda: loops[0].wake())
     resources.callback(transport.close)
     service = DecodeService(
         address=address,
-        scheduler=_scheduler(pool, len(cache), served, layout, NGramProposer()),
+        scheduler=_scheduler(pool, blocks, served, layout, NGramProposer()),
         transport=transport,
         config=config.transfer,
         link=_link(config),
-        hello=_hello("decode", pool, len(cache), layout, b""),
+        hello=_hello("decode", pool, blocks, layout, b""),
         block_bytes=layout.block_bytes,
         clock=time.monotonic,
         checksum=_checksum(config, cache),
     )
-    loops.append(_loop(service, _runner(config, pool, cache, num_host_blocks(pool, served)), pool, address, send))
+    loops.append(_loop(service, make_runner(cache, num_host_blocks(pool, served)), pool, address, send))
     return loops[0]
 
 
-def _checksum(config: ClusterConfig, cache: npt.NDArray[np.uint8]) -> Checksum | None:
+def make_cache(config: ClusterConfig, pool: PoolConfig, blocks: int, layout: KVLayout) -> Any:
+    """A zeroed cache that no other process needs to see by name: uint8 [blocks, block_bytes], numpy's on the host, torch's on a GPU."""
+    if config.device_of(pool) == "cpu":
+        cache = np.empty((blocks, layout.block_bytes), np.uint8)
+        cache.fill(0)  # touches every page now, so that no pull pays for it
+        return cache
+    import torch
+
+    return torch.zeros((blocks, layout.block_bytes), dtype=torch.uint8, device="cuda")
+
+
+def _transport(config: ClusterConfig, pool: PoolConfig, cache: Any, wake: Callable[[], None]) -> Transport:
+    """Pulls into `cache`, as `make_cache` made it. Raises ConfigError."""
+    from kv_transfer.select import choose, choose_device  # as above
+
+    if config.device_of(pool) == "cpu":
+        return choose(config.transfer, cache, wake)
+    from engine.kernels.block_copy import pull_blocks
+    from kv_transfer.cuda_driver import CudaDevice
+    from kv_transfer.device import DeviceBlocks
+
+    return choose_device(config.transfer, CudaDevice(), DeviceBlocks.of(cache), wake, pull_blocks)
+
+
+def _checksum(config: ClusterConfig, cache: Any) -> Checksum | None:
     return checksum_of(cache) if config.transfer.checksum else None
 
 
@@ -196,7 +229,39 @@ def _hello(role: Any, pool: PoolConfig, blocks: int, layout: KVLayout, endpoint:
     )
 
 
-def _runner(config: ClusterConfig, pool: PoolConfig, cache: npt.NDArray[np.uint8], host_blocks: int) -> Runner:
+def _prepare(config: ClusterConfig, pool: PoolConfig, served: ServedModel) -> tuple[int, MakeRunner]:
+    """How many KV blocks an engine gets, and what makes its runner around them.
+
+    A model on a GPU is loaded here: what it leaves may decide how many.
+    """
+    if config.device_of(pool) == "cpu":
+        return num_blocks(config, pool, served), partial(_cpu_runner, config, pool)
+    from engine.kernels.launch import require_device
+
+    require_device()
+    from engine.models.llama import load_model
+    from engine.runners.cuda import CUDARunner
+    from engine.runners.cuda_memory import profiled_blocks
+
+    assert config.model is not None, "the arithmetic runner takes no GPU"
+    engine = pool.engine
+    model = load_model(Path(config.model), config.dtype, "cuda")
+    blocks = profiled_blocks(model, engine) if is_profiled(pool) else num_blocks(config, pool, served)
+
+    def make(cache: Any, host_blocks: int) -> Runner:
+        return CUDARunner(
+            model,
+            cache.view(-1),
+            block_size=engine.block_size,
+            max_model_len=engine.max_model_len,
+            graph_sizes=engine.cuda_graph_sizes,
+            num_host_blocks=host_blocks,
+        )
+
+    return blocks, make
+
+
+def _cpu_runner(config: ClusterConfig, pool: PoolConfig, cache: npt.NDArray[np.uint8], host_blocks: int) -> Runner:
     """Loads the model. `cache`: uint8 [num_blocks, block_bytes], used in place."""
     if config.model is None or config.runner == "arithmetic":
         return arithmetic.ArithmeticRunner(arithmetic.cache_view(cache), num_host_blocks=host_blocks)

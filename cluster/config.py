@@ -1,6 +1,6 @@
 """The whole deployment in one file: a frozen dataclass per package, composed here, checked before anything starts.
 
-model, dtype, runner            what is served, and on what
+model, dtype, runner, device    what is served, and on what
 log_level                       of every process, protocol/log.py
 prefill, decode                 replicas, num_threads, num_gpus and every knob of engine.config.EngineConfig, flat
 transfer                        kv_transfer.config.TransferConfig
@@ -39,7 +39,7 @@ class PoolConfig:
     num_threads: int = 1
     """Threads one engine computes with."""
     num_gpus: int = 0
-    """GPUs of one engine, 0 or 1. Ray gives them; one machine must have those of all engines together."""
+    """GPUs of one engine, 0 or 1. Ray gives them; one machine must have those of all engines together. 0: it computes on the CPU."""
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:
@@ -59,6 +59,8 @@ class ClusterConfig:
     """A Hugging Face directory: config.json, safetensors, tokenizer.json. The arithmetic runner needs none."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     runner: Literal["torch", "arithmetic"] = "torch"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: each pool on what it was given, GPUs where `num_gpus` is 1. cpu and cuda refuse a pool that was given the other."""
     log_level: LogLevel = "info"
     """debug adds lines about every request."""
     prefill: PoolConfig
@@ -76,9 +78,26 @@ class ClusterConfig:
                 f"prefill.block_size: {self.prefill.engine.block_size} differs from decode.block_size "
                 f"{self.decode.engine.block_size}: blocks are copied whole between the pools"
             )
+        for name, pool in (("prefill", self.prefill), ("decode", self.decode)):
+            if pool.replicas:
+                self._check_device(name, pool)
+
+    def device_of(self, pool: PoolConfig) -> Literal["cpu", "cuda"]:
+        """What its engines compute on. Not what they can see: Ray shows all of a machine's GPUs to an engine that was given none."""
+        return "cuda" if pool.num_gpus else "cpu"
+
+    def _check_device(self, name: str, pool: PoolConfig) -> None:
+        if self.runner == "arithmetic" and (pool.num_gpus or self.device == "cuda"):
+            key = f"{name}.num_gpus: {pool.num_gpus}" if pool.num_gpus else "device: cuda"
+            raise ConfigError(f"{key}, but the arithmetic runner computes on the CPU")
+        if self.device not in ("auto", self.device_of(pool)):
+            wanted = "0" if pool.num_gpus else "1: an engine takes one GPU"
+            raise ConfigError(f"{name}.num_gpus: {pool.num_gpus}, but device {self.device} needs {wanted}")
+        if self.transfer.checksum and pool.num_gpus:
+            raise ConfigError(f"transfer.checksum: reads KV on the host, but {name}.num_gpus is {pool.num_gpus}")
 
 
-_SCALARS = ("model", "dtype", "runner", "log_level")
+_SCALARS = ("model", "dtype", "runner", "device", "log_level")
 _SECTIONS: dict[str, tuple[str, ...]] = {
     "prefill": _POOL_KNOBS,
     "decode": _POOL_KNOBS,

@@ -1,4 +1,4 @@
-"""The shell that drives one engine in a process: two threads around a synchronous service and a runner.
+"""The shell that drives one engine in a process: threads around a synchronous service and a runner.
 
 1. Any thread calls `deliver(envelope)` or `wake()`; both only put into the inbox.
 2. The loop thread owns the service. It sleeps on the inbox, for at most `TICK_S`.
@@ -6,7 +6,8 @@
 4. A finished step reaches `service.commit`, a failed one `service.step_failed`.
 5. `service.tick` looks at deadlines, leases and timeouts: at every turn, also while a step runs and when idle.
 6. If the step thread is free (or has only one batch, when asynchronous), `service.schedule` builds the next one for it. It executes,
-   and nothing else.
+   and nothing else. A runner that can launch does it there, and a third thread waits for the device: it is never without orders while
+   a batch is to be had.
 7. What the service left in its outbox is numbered and sent.
 """
 
@@ -16,9 +17,10 @@ import sys
 import threading
 from collections.abc import Callable
 from enum import Enum, auto
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import NamedTuple, NoReturn, Protocol
 
-from engine.runner import Batch, Runner, StepOutput
+from engine.runner import Batch, LaunchingRunner, Runner, StepOutput
 from protocol.clock import Clock
 from protocol.delivery import Incoming, Outgoing
 from protocol.errors import EngineStalled, ProtocolError, TwopassError
@@ -103,16 +105,23 @@ class EngineLoop:
         self._router: Address | None = None
         self._inbox: queue.SimpleQueue[Envelope | Drain | StepOutput | _StepFailed | _Signal] = queue.SimpleQueue()
         self._steps: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._launched: queue.SimpleQueue[Callable[[], StepOutput] | None] = queue.SimpleQueue()
+        """What gives the output of each launched step, or raises."""
         self._num_in_flight = 0
         self._stall_timeout_s = stall_timeout_s
         self._step_started_at: float | None = None
-        """Of the step that runs now; None between steps. Written by the step thread alone."""
+        """Of the step that runs now; None between steps. Written by one thread alone."""
+        self._launch_started_at: float | None = None
+        """Likewise, of the launch."""
         self._idle = threading.Event()
         self._idle_lock = threading.Lock()
         """Held while `_idle` is made to agree with the inbox: set only if that is empty."""
+        steps: dict[str, Callable[[], None]] = {"step": self._step}
+        if isinstance(runner, LaunchingRunner):
+            steps = {"step": partial(self._launch, runner), "wait": self._wait}
         self._threads = [
             threading.Thread(target=self._run, args=(body,), name=f"{address.replica_id}-{name}", daemon=True)
-            for name, body in (("loop", self._loop), ("step", self._step))
+            for name, body in {"loop": self._loop, **steps}.items()
         ]
 
     def start(self) -> None:
@@ -136,7 +145,7 @@ class EngineLoop:
         return self._idle.wait(timeout_s) and self.failure is None
 
     def stop(self) -> None:
-        """Ends both threads after the step that runs now; its output is lost. Joins them."""
+        """Ends all threads after the steps that run now; their output is lost. Joins them."""
         self._inbox.put(_Signal.STOP)
         for thread in self._threads:
             thread.join()
@@ -157,16 +166,38 @@ class EngineLoop:
 
     def _step(self) -> None:
         while (batch := self._steps.get()) is not None:
-            started = self._step_started_at = self._clock()
-            try:
-                output = self._runner.execute(batch)
-            except (TwopassError, RuntimeError) as error:
-                self._inbox.put(_StepFailed(f"{type(error).__name__}: {error}"))
-                continue
-            finally:
-                self._step_started_at = None
-            output.seconds = output.seconds or self._clock() - started
-            self._inbox.put(output)
+            self._finish(partial(self._runner.execute, batch))
+
+    def _launch(self, runner: LaunchingRunner) -> None:
+        try:
+            while (batch := self._steps.get()) is not None:
+                self._launch_started_at = self._clock()
+                try:
+                    launched = runner.launch(batch)
+                except (TwopassError, RuntimeError) as error:
+                    self._launched.put(partial(_raise, error))
+                else:
+                    self._launched.put(launched.result)
+                finally:
+                    self._launch_started_at = None
+        finally:
+            self._launched.put(None)  # behind all steps: memory that the device still uses must outlive them
+
+    def _wait(self) -> None:
+        while (result := self._launched.get()) is not None:
+            self._finish(result)
+
+    def _finish(self, result: Callable[[], StepOutput]) -> None:
+        started = self._step_started_at = self._clock()
+        try:
+            output = result()
+        except (TwopassError, RuntimeError) as error:
+            self._inbox.put(_StepFailed(f"{type(error).__name__}: {error}"))
+            return
+        finally:
+            self._step_started_at = None
+        output.seconds = output.seconds or self._clock() - started
+        self._inbox.put(output)
 
     def _loop(self) -> None:
         going = True
@@ -233,9 +264,9 @@ class EngineLoop:
             self._steps.put(batch)
 
     def _check_progress(self) -> None:
-        started = self._step_started_at
-        if started is not None and (seconds := self._clock() - started) > self._stall_timeout_s:
-            raise EngineStalled(f"a step has been running for {seconds:.1f} s, stall_timeout_s is {self._stall_timeout_s:g}")
+        for started in (self._step_started_at, self._launch_started_at):
+            if started is not None and (seconds := self._clock() - started) > self._stall_timeout_s:
+                raise EngineStalled(f"a step has been running for {seconds:.1f} s, stall_timeout_s is {self._stall_timeout_s:g}")
 
     def _report_lost(self) -> None:
         for lost in self._incoming.lost():
@@ -249,3 +280,7 @@ class EngineLoop:
         self._service.outbox.clear()
         for receiver, message in messages:
             self._send(self._outgoing.envelope(receiver, message))
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error

@@ -1,7 +1,7 @@
 """What a scheduler hands to a runner and what it gets back: `Batch` out, `StepOutput` in."""
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -84,4 +84,21 @@ class Runner(Protocol):
 
     def execute(self, batch: Batch) -> StepOutput:
         """Computes the batch's tokens, writes their KV into its blocks, samples where asked. Blocking; called from one thread."""
+        ...
+
+
+class Launched(Protocol):
+    """A step on its way."""
+
+    def result(self) -> StepOutput:
+        """Blocks until the step is done. Called once, from any thread, in the order of launches. Raises what `execute` raises."""
+        ...
+
+
+@runtime_checkable
+class LaunchingRunner(Runner, Protocol):
+    """Its device takes steps in the order in which they are launched, so that the next can be launched while one is computed."""
+
+    def launch(self, batch: Batch) -> Launched:
+        """Returns when the device has its orders and the batch has been read. Called from one thread."""
         ...

@@ -1,4 +1,4 @@
-"""Weights of Llama and its kin in memory: q/k/v and gate/up fused, bf16 linears packed for oneDNN where torch can.
+"""Weights of Llama and its kin in memory: q/k/v and gate/up fused, on the CPU bf16 linears packed for oneDNN where torch can.
 
 h = embed[token]                                    [T, hidden]
 per layer:  h += o(attention(rope(qkv(norm(h)))))   qkv: [T, (num_heads + 2 num_kv_heads) head_dim], order q, k, v;
@@ -52,8 +52,8 @@ class LlamaModel:
     sin: torch.Tensor
 
 
-def load_model(model_dir: Path, dtype: Dtype) -> LlamaModel:
-    """Loads a checked directory. Raises ModelError as `check_model_dir` does, before any weight is read."""
+def load_model(model_dir: Path, dtype: Dtype, device: str = "cpu") -> LlamaModel:
+    """Loads a checked directory onto a device. Raises ModelError as `check_model_dir` does, before any weight is read."""
     config = check_model_dir(model_dir)
     entries = read_entries(model_dir)
     check_entries(model_dir, config, entries)
@@ -62,13 +62,16 @@ def load_model(model_dir: Path, dtype: Dtype) -> LlamaModel:
 
     def read(name: str) -> torch.Tensor:
         tensor: torch.Tensor = handles[str(entries[name].file)].get_tensor(name)
-        return tensor.to(TORCH_DTYPES[dtype])
+        return tensor.to(device, TORCH_DTYPES[dtype])
 
     return build_model(config, dtype, read)
 
 
 def build_model(config: ModelConfig, dtype: Dtype, read: Callable[[str], torch.Tensor]) -> LlamaModel:
-    """Assembles a model from `read`: Hugging Face tensor name -> tensor in `dtype`. Holds one layer twice while it is being fused."""
+    """Assembles a model from `read`: Hugging Face tensor name -> tensor in `dtype`, all on one device.
+
+    Holds one layer twice while it is being fused.
+    """
     layers = []
     for i in range(config.num_layers):
         prefix = f"model.layers.{i}."
@@ -96,8 +99,8 @@ def build_model(config: ModelConfig, dtype: Dtype, read: Callable[[str], torch.T
         layers=tuple(layers),
         norm=read("model.norm.weight"),
         lm_head=make_linear(embed if config.tie_word_embeddings else read("lm_head.weight")),
-        cos=cos,
-        sin=sin,
+        cos=cos.to(embed.device),
+        sin=sin.to(embed.device),
     )
 
 
@@ -121,8 +124,8 @@ def rope_frequencies(config: ModelConfig) -> torch.Tensor:
 
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-    """`x @ weight.T + bias`; bf16 weights ([out, in]) are copied once into oneDNN's own layout where this torch offers it."""
-    if weight.dtype is torch.bfloat16 and can_pack():
+    """`x @ weight.T + bias`; bf16 weights ([out, in]) on a CPU are copied once into oneDNN's own layout where this torch offers it."""
+    if weight.dtype is torch.bfloat16 and weight.device.type == "cpu" and can_pack():
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
 
         def packed_linear(x: torch.Tensor) -> torch.Tensor:

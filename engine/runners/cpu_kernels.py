@@ -12,6 +12,7 @@ import numpy as np
 from numba import prange, types
 from numba.extending import intrinsic, overload, register_jitable
 
+from engine.kernel_cache import compiled, variant
 from engine.runners.cpu_simd import (
     WIDTH,
     make_dot_keys,
@@ -21,7 +22,6 @@ from engine.runners.cpu_simd import (
     make_weigh_values,
     make_widen_row,
 )
-from engine.runners.kernel_cache import compiled, variant
 
 KEY_TILE = 128
 """Keys handled at a time by a prompt tile: scores and the tile's K and V stay in the L2 cache."""

@@ -5,7 +5,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from engine.runner import StepOutput
+from engine.runners.step_plan import StepPlan
+from protocol.messages import TokenLogprobs
+
 Int = npt.NDArray[np.integer[Any]]
+Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
 
@@ -18,3 +23,20 @@ def num_accepted(drafts: Int, num_drafts: Int, targets: Int) -> Int64:
     right = (drafts == targets[:, :most]) & (np.arange(most) < num_drafts[:, None])
     accepted: Int64 = np.cumprod(right, axis=1).sum(axis=1)
     return accepted
+
+
+def accept(plan: StepPlan, chosen: Int32, reports: dict[int, TokenLogprobs]) -> StepOutput:
+    """Of what was chosen after each of the L sampled tokens, what stands. `reports`: by index in L."""
+    num_drafts, most = plan.num_drafts, int(plan.num_drafts.max(initial=0))
+    first = np.cumsum(1 + num_drafts) - 1 - num_drafts
+    index = first[:, None] + np.minimum(np.arange(1 + most), num_drafts[:, None])
+    targets = chosen[index]
+    accepted = num_accepted(plan.token_ids[plan.sampled_tokens[index[:, 1:]]], num_drafts, targets)
+    token_ids, counts = np.zeros((len(plan.contexts), 1 + most), np.int32), np.zeros(len(plan.contexts), np.int32)
+    token_ids[plan.sampled], counts[plan.sampled] = targets, accepted + 1
+    logprobs = {
+        sequence: [reports[ahead] for ahead in range(start, start + count)]
+        for sequence, start, count in zip(plan.sampled.tolist(), first.tolist(), (accepted + 1).tolist(), strict=True)
+        if start in reports
+    }
+    return StepOutput(token_ids=token_ids, counts=counts, logprobs=logprobs)

@@ -5,10 +5,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.kernel_cache import one_compiles
 from engine.models.llama import LlamaModel
 from engine.runners import cpu_kernels
 from engine.runners.cpu_kernels import supports
-from engine.runners.kernel_cache import one_compiles
 from engine.runners.step_plan import StepPlan
 
 __all__ = ["NumbaOps", "supports", "work_items"]

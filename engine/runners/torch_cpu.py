@@ -11,20 +11,16 @@
 import time
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from engine.models.llama import LlamaModel
 from engine.runner import Batch, StepOutput
 from engine.runners.cpu_ops import CPUOps, TorchOps
-from engine.runners.drafts import num_accepted
+from engine.runners.drafts import accept
 from engine.runners.host_copies import HostCopies, nothing_sampled
 from engine.runners.step_plan import StepPlan, plan_step
 from engine.sampling import Contexts, choose, greedy
 from protocol.errors import CapacityError
-from protocol.messages import TokenLogprobs
-
-Int32 = npt.NDArray[np.int32]
 
 
 class TorchCPURunner:
@@ -60,14 +56,14 @@ class TorchCPURunner:
             plan.token_ids[plan.starts[:-1][batch.pending]] = self._last[batch.rows[batch.pending]]
         logits = self.forward(plan)
         if logits is None:
-            output = _accept(plan, np.zeros(0, np.int32), {})
+            output = accept(plan, np.zeros(0, np.int32), {})
         elif batch.sampling is None:
-            output = _accept(plan, greedy(logits), {})
+            output = accept(plan, greedy(logits), {})
         else:
             rows = np.repeat(batch.rows[plan.sampled], 1 + plan.num_drafts)
             num_known = (plan.positions[plan.sampled_tokens] + 1).astype(np.int32)
             last = plan.token_ids[plan.sampled_tokens].astype(np.int32)
-            output = _accept(plan, *choose(logits, batch.sampling, Contexts(rows, num_known, batch.token_ids, last)))
+            output = accept(plan, *choose(logits, batch.sampling, Contexts(rows, num_known, batch.token_ids, last)))
         self._last[batch.rows[plan.sampled]] = output.token_ids[plan.sampled, output.counts[plan.sampled] - 1]
         output.swapped_bytes, output.swap_seconds = swapped_bytes, swap_seconds
         output.seconds = time.perf_counter() - started
@@ -90,23 +86,6 @@ class TorchCPURunner:
             down = layer.down(ops.silu_mul(layer.gate_up(x)))
             x = ops.add_norm(h, down, model.layers[i + 1].input_norm if i + 1 < len(model.layers) else model.norm)
         return model.lm_head(x)
-
-
-def _accept(plan: StepPlan, chosen: Int32, reports: dict[int, TokenLogprobs]) -> StepOutput:
-    """Of what was chosen after each of the L sampled tokens, what stands. `reports`: by index in L."""
-    num_drafts, most = plan.num_drafts, int(plan.num_drafts.max(initial=0))
-    first = np.cumsum(1 + num_drafts) - 1 - num_drafts
-    index = first[:, None] + np.minimum(np.arange(1 + most), num_drafts[:, None])
-    targets = chosen[index]
-    accepted = num_accepted(plan.token_ids[plan.sampled_tokens[index[:, 1:]]], num_drafts, targets)
-    token_ids, counts = np.zeros((len(plan.contexts), 1 + most), np.int32), np.zeros(len(plan.contexts), np.int32)
-    token_ids[plan.sampled], counts[plan.sampled] = targets, accepted + 1
-    logprobs = {
-        sequence: [reports[ahead] for ahead in range(start, start + count)]
-        for sequence, start, count in zip(plan.sampled.tolist(), first.tolist(), (accepted + 1).tolist(), strict=True)
-        if start in reports
-    }
-    return StepOutput(token_ids=token_ids, counts=counts, logprobs=logprobs)
 
 
 def _make_ops(model: LlamaModel, cache: torch.Tensor, num_threads: int) -> CPUOps:

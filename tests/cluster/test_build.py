@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from cluster import build
 from cluster.config import ClusterConfig, load
@@ -113,12 +114,57 @@ def test_blocks_come_from_the_number_or_the_bytes() -> None:
     [
         ("decode.num_blocks=1", r"decode\.kv_cache_bytes: too few for two blocks of 256 bytes"),
         ("decode.num_gpus=1", r"decode\.num_gpus: 1, but the arithmetic runner computes on the CPU"),
+        ("device=cuda", r"device: cuda, but the arithmetic runner computes on the CPU"),
         ("prefill.max_model_len=9999999", r"prefill\.max_model_len: 9999999 is more than the model's"),
     ],
 )
 def test_knobs_that_the_model_cannot_satisfy_are_named(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build.serve_model(small(override))
+
+
+def on_gpus(*overrides: str) -> ClusterConfig:
+    return load(None, ["model=somewhere", "prefill.num_gpus=1", "decode.num_gpus=1", *overrides])
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_engines_that_were_given_a_gpu_compute_on_it(device: str) -> None:
+    config = on_gpus(f"device={device}")
+    assert [config.device_of(pool) for pool in (config.prefill, config.decode)] == ["cuda", "cuda"]
+
+
+def test_each_pool_computes_on_what_it_was_given() -> None:
+    config = on_gpus("prefill.num_gpus=0")
+    assert [config.device_of(pool) for pool in (config.prefill, config.decode)] == ["cpu", "cuda"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("device=cuda", "decode.num_gpus=0"), r"decode\.num_gpus: 0, but device cuda needs 1: an engine takes one GPU"),
+        (("device=cpu",), r"prefill\.num_gpus: 1, but device cpu needs 0"),
+        (("transfer.checksum=true",), r"transfer\.checksum: reads KV on the host, but prefill\.num_gpus is 1"),
+    ],
+)
+def test_devices_and_gpus_that_contradict_each_other_are_named(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        on_gpus(*overrides)
+
+
+def test_only_an_engine_with_a_gpu_and_no_number_of_blocks_looks_for_room() -> None:
+    assert build.is_profiled(on_gpus().decode)
+    for override in ("decode.num_blocks=9", "decode.kv_cache_bytes=9999999", "decode.num_gpus=0"):
+        assert not build.is_profiled(on_gpus(override).decode)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_named_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from engine.kernels import launch  # not before the tests of kernels have chosen how Triton runs
+
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    served = build.serve_model(small())
+    with pytest.raises(ConfigError, match="GPU kernels need"):
+        build._prepare(on_gpus(), on_gpus().decode, served)
 
 
 def test_an_absent_pool_is_not_checked() -> None:

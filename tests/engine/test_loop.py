@@ -286,6 +286,94 @@ def test_a_step_that_does_not_end_ends_the_loop() -> None:
         runner.allowed.release()
 
 
+class Launched:
+    def __init__(self, runner: "LaunchingArithmetic", result: Callable[[], StepOutput]) -> None:
+        self._runner, self._result = runner, result
+
+    def result(self) -> StepOutput:
+        self._runner.awaited.release()
+        assert self._runner.allowed.acquire(timeout=TIMEOUT_S)
+        return self._result()
+
+
+class LaunchingArithmetic:
+    """Says that a step was launched and is waited for; lets it end when allowed. Each of `errors` is raised by one launch, None by none."""
+
+    def __init__(self, *errors: Exception | None, late: bool = False) -> None:
+        """`late`: by `result` instead."""
+        self.begun, self.awaited, self.allowed = (threading.Semaphore(0) for _ in range(3))
+        self._inner, self._errors, self._late = arithmetic(), list(errors), late
+
+    def execute(self, batch: Batch) -> StepOutput:
+        raise AssertionError("a loop launches where it can")
+
+    def launch(self, batch: Batch) -> Launched:
+        self.begun.release()
+        error = self._errors.pop(0) if self._errors else None
+        if error is not None and not self._late:
+            raise error
+        output = self._inner.execute(batch)
+
+        def result() -> StepOutput:
+            if error is not None:
+                raise error
+            return output
+
+        return Launched(self, result)
+
+
+def test_the_next_step_is_launched_before_the_one_before_has_ended() -> None:
+    service, runner, router = FakeService(), LaunchingArithmetic(), Outgoing(ROUTER)
+    with running(service, runner, asynchronous=True) as (loop, _):
+        for number in range(2):
+            loop.deliver(router.envelope(HERE, request(number, [number + 1, 2], 3)))
+            assert runner.begun.acquire(timeout=TIMEOUT_S)
+        assert service.answers == {0: [], 1: []}
+        for _ in range(6):
+            runner.allowed.release()
+        assert loop.wait_idle(TIMEOUT_S)
+    assert service.answers == {number: expected_tokens([number + 1, 2], 3) for number in range(2)}
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["launch", "result"])
+def test_a_launched_step_that_fails_does_so_in_its_turn(late: bool) -> None:
+    service, runner, router = FakeService(), LaunchingArithmetic(None, RuntimeError("out of memory"), late=late), Outgoing(ROUTER)
+    with running(service, runner, asynchronous=True) as (loop, _):
+        for number in range(2):
+            loop.deliver(router.envelope(HERE, request(number, [number + 1, 2], 1)))
+            assert runner.begun.acquire(timeout=TIMEOUT_S)
+        assert service.errors == []
+        for _ in range(2):
+            runner.allowed.release()
+        assert loop.wait_idle(TIMEOUT_S)
+    assert service.answers == {0: expected_tokens([1, 2], 1), 1: []}
+    assert service.errors == ["RuntimeError: out of memory"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("late", [False, True], ids=["launch", "result"])
+def test_a_device_that_is_lost_ends_the_loop_visibly(late: bool) -> None:
+    failures: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+    runner = LaunchingArithmetic(IndexError("lost"), late=late)
+    runner.allowed.release()
+    with running(FakeService(), runner, on_failure=failures.put) as (loop, _):
+        loop.deliver(Outgoing(ROUTER).envelope(HERE, request(0, [1], 1)))
+        assert isinstance(failures.get(timeout=TIMEOUT_S), IndexError)
+    assert isinstance(loop.failure, IndexError)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_launched_step_that_does_not_end_ends_the_loop() -> None:
+    failures: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+    runner, clock = LaunchingArithmetic(), VirtualClock()
+    with running(FakeService(), runner, clock=clock, on_failure=failures.put) as (loop, _):
+        loop.deliver(Outgoing(ROUTER).envelope(HERE, request(0, [1], 1)))
+        assert runner.awaited.acquire(timeout=TIMEOUT_S)
+        clock.advance_to(121.0)
+        assert isinstance(failures.get(timeout=TIMEOUT_S), EngineStalled)
+        runner.allowed.release()
+
+
 class PickyService(FakeService):
     """Knows no `KVRenew`."""
 

@@ -1,0 +1,198 @@
+"""The real model on a GPU: cuBLAS for its linears, our Triton kernels for all else, attention over a block-major paged cache.
+
+0. Blocks of preempted sequences are copied to the host and back, in the order of the device's work.
+1. `plan_step` lays the batch flat, as on the CPU; one copy brings all of its numbers to the device, those for sampling too.
+2. Tokens that the step before is still choosing are taken from its output on the device.
+3. The layers; decodes alone as a padded CUDA graph where there is one of their size (cuda_graphs.py).
+4. One token is chosen after each that samples, and copied to the host. `launch` returns here; nothing has waited for the device.
+5. `result` waits for that copy. Where drafts were verified, those that were chosen too stand.
+
+Work of two steps may be under way at once: the device takes it in the order in which it was launched.
+"""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from engine.kernels.launch import require_device
+from engine.kernels.paged_attention import num_splits
+from engine.models.llama import LlamaModel
+from engine.runner import Batch, StepOutput
+from engine.runners.cuda_copies import Mark, SwapCopies, fetch, upload
+from engine.runners.cuda_forward import DeviceStep, forward
+from engine.runners.cuda_graphs import TOKEN_IDS, DecodeGraphs, packed_decodes
+from engine.runners.cuda_sampling import NO_WISHES, Arrays, Wishes, choose, reports, wishes_of
+from engine.runners.drafts import accept
+from engine.runners.host_copies import nothing_sampled
+from engine.runners.step_plan import StepPlan, plan_step
+from engine.sampling import Contexts
+from protocol.errors import CapacityError, ConfigError
+
+HEAD_DIMS = (16, 32, 64, 128)
+
+Tensors = dict[str, torch.Tensor]
+
+
+def block_bytes(model: LlamaModel, block_size: int) -> int:
+    """Of one KV block."""
+    return math.prod(_block_shape(model, block_size)) * model.dtype.itemsize
+
+
+def _block_shape(model: LlamaModel, block_size: int) -> tuple[int, ...]:
+    return (model.config.num_layers, 2, model.config.num_kv_heads, block_size, model.config.head_dim)
+
+
+class DeviceLost(Exception):
+    """The driver reports an error after which this process computes no more. No RuntimeError: the engine must end, and is replaced."""
+
+
+class LaunchedStep:
+    """`finish` makes the output once the marks have passed."""
+
+    def __init__(self, begun: Mark, swapped: Mark, ended: Mark, swapped_bytes: int, finish: Callable[[], StepOutput]) -> None:
+        self._begun, self._swapped, self._ended, self._swapped_bytes, self._finish = begun, swapped, ended, swapped_bytes, finish
+
+    def result(self) -> StepOutput:
+        """Waits for the device. From any thread, once."""
+        try:
+            self._ended.wait()
+        except torch.AcceleratorError as error:
+            raise DeviceLost(str(error)) from error
+        output = self._finish()
+        output.seconds = self._ended.seconds_since(self._begun)
+        output.swapped_bytes = self._swapped_bytes
+        output.swap_seconds = self._swapped.seconds_since(self._begun) if self._swapped_bytes else 0.0
+        return output
+
+
+class CUDARunner:
+    """`model` and `cache` (flat uint8, owned by the caller, block-major, used in place) lie on one device, the one torch computes on now.
+
+    `graph_sizes`, ascending: numbers of decodes for which a step is captured, here and now. On CPU tensors Triton's interpreter computes
+    all of this, for tests.
+    Raises CapacityError as `TorchCPURunner` does, ConfigError for shapes that the kernels do not take or where they cannot run.
+    """
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        cache: torch.Tensor,
+        *,
+        block_size: int,
+        max_model_len: int,
+        graph_sizes: tuple[int, ...] = (),
+        num_host_blocks: int = 0,
+    ) -> None:
+        require_device()
+        _check_shapes(model, block_size)
+        size = block_bytes(model, block_size)
+        if cache.numel() % size or cache.numel() < 2 * size:
+            raise CapacityError(f"KV cache: {cache.numel()} bytes, expected a multiple of {size} and at least two blocks")
+        self.model, self.block_size, self.device = model, block_size, cache.device
+        self.cache = cache.view(model.dtype).view(-1, *_block_shape(model, block_size))
+        self.num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count if self.device.type == "cuda" else 1
+        self._copies = SwapCopies(cache.view(-1, size), num_host_blocks)
+        self._last = torch.zeros(0, dtype=torch.int32, device=self.device)
+        """[num_rows] the newest token of every row, for batches in which it is still pending; not kept with drafts, where none ever is."""
+        with torch.inference_mode():
+            self._graphs = DecodeGraphs(
+                lambda step: forward(self.model, self.cache, step),
+                graph_sizes,
+                max_blocks=-(-max_model_len // block_size),
+                num_splits=lambda num_decodes: self._num_splits(num_decodes, max_model_len),
+                device=self.device,
+            )
+
+    def execute(self, batch: Batch) -> StepOutput:
+        return self.launch(batch).result()
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> LaunchedStep:
+        """Gives the device its orders. `batch`'s arrays are read before this returns."""
+        try:
+            begun = Mark(self.device)
+            swapped_bytes = self._copies.launch(batch)
+            swapped = Mark(self.device) if swapped_bytes else begun
+            finish = self._launch(batch) if len(batch.rows) else lambda: nothing_sampled(0, 0.0)
+            return LaunchedStep(begun, swapped, Mark(self.device), swapped_bytes, finish)
+        except torch.AcceleratorError as error:
+            raise DeviceLost(str(error)) from error
+
+    def _launch(self, batch: Batch) -> Callable[[], StepOutput]:
+        if len(self._last) < len(batch.token_ids):
+            self._last = torch.nn.functional.pad(self._last, (0, len(batch.token_ids) - len(self._last)))
+        plan = plan_step(batch, self.block_size)
+        size = self._graphs.size_for(len(batch.rows)) if int(batch.num_scheduled.max()) == 1 else None
+        wishes = _wishes(plan, batch, self.model.config.vocab_size)
+        sent = upload(_step_arrays(plan, batch, size) | wishes.arrays, self.device)
+        if size is not None:
+            sent["token_ids"] = sent["packed"][TOKEN_IDS]
+        if batch.pending is not None:
+            newest = self._last.index_select(0, sent["pending_rows"])
+            sent["token_ids"].index_copy_(0, sent["pending_tokens"], newest)
+        x = self._computed(plan, sent, size)
+        if x is None:
+            return lambda: accept(plan, np.zeros(0, np.int32), {})
+        last = sent["token_ids"].index_select(0, sent["sampled_tokens"])
+        chosen, logprobs = choose(self.model.lm_head(x), sent, last, wishes)
+        if batch.num_drafts is None:
+            self._last.index_copy_(0, sent["sampled_rows"], chosen)
+        tokens, told = fetch(chosen), [fetch(tensor) for tensor in logprobs or ()]
+        return lambda: accept(plan, tokens, reports(wishes, *told) if told else {})
+
+    def _computed(self, plan: StepPlan, sent: Tensors, size: int | None) -> torch.Tensor | None:
+        """What goes into the head: [L, hidden]; None if L is 0."""
+        num_sampled, num_tokens = len(plan.sampled_tokens), len(plan.token_ids)
+        if size is not None:
+            x = self._graphs.run(size, sent["packed"], sent["block_tables"])[:num_tokens]
+            if num_sampled < num_tokens:
+                x = x.index_select(0, sent["sampled_tokens"])
+            return x if num_sampled else None
+        max_num_queries = int(np.diff(plan.starts).max())
+        step = DeviceStep(
+            token_ids=sent["token_ids"],
+            positions=sent["positions"],
+            slots=sent["slots"],
+            starts=sent["starts"],
+            contexts=sent["contexts"],
+            block_tables=sent["block_tables"],
+            kept=None if num_sampled == num_tokens else sent["sampled_tokens"],
+            max_num_queries=max_num_queries,
+            num_splits=self._num_splits(len(plan.contexts), int(plan.contexts.max())) if max_num_queries == 1 else 1,
+        )
+        return forward(self.model, self.cache, step)
+
+    def _num_splits(self, num_decodes: int, max_context: int) -> int:
+        return num_splits(num_decodes, self.model.config.num_kv_heads, max_context, self.num_sms)
+
+
+def _step_arrays(plan: StepPlan, batch: Batch, size: int | None) -> Arrays:
+    """The step's numbers; `token_ids` and the rest of T in one array `packed` where it is padded up to `size`."""
+    arrays: Arrays = {"sampled_tokens": plan.sampled_tokens.astype(np.int32), "block_tables": plan.block_tables}
+    if size is not None:
+        arrays["packed"] = packed_decodes(plan, size)
+    else:
+        arrays |= {name: getattr(plan, name).astype(np.int32) for name in ("token_ids", "positions", "slots", "starts", "contexts")}
+    if batch.num_drafts is None:
+        arrays["sampled_rows"] = batch.rows[plan.sampled].astype(np.int64)
+    if batch.pending is not None:
+        arrays["pending_rows"] = batch.rows[batch.pending].astype(np.int64)
+        arrays["pending_tokens"] = plan.starts[:-1][batch.pending]
+    return arrays
+
+
+def _wishes(plan: StepPlan, batch: Batch, vocab_size: int) -> Wishes:
+    if batch.sampling is None or not len(plan.sampled_tokens):
+        return NO_WISHES
+    rows = np.repeat(batch.rows[plan.sampled], 1 + plan.num_drafts)
+    num_known = (plan.positions[plan.sampled_tokens] + 1).astype(np.int32)
+    return wishes_of(batch.sampling, Contexts(rows, num_known, batch.token_ids, num_known), vocab_size)
+
+
+def _check_shapes(model: LlamaModel, block_size: int) -> None:
+    if model.config.head_dim not in HEAD_DIMS:
+        raise ConfigError(f"head_dim: {model.config.head_dim}, GPU kernels take {', '.join(map(str, HEAD_DIMS))}; choose `device: cpu`")
+    if block_size & (block_size - 1):
+        raise ConfigError(f"block_size: {block_size}, GPU kernels take powers of two")

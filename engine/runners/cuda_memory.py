@@ -1,0 +1,77 @@
+"""How many KV blocks fit beside the model: the largest step is computed once, and what is left of the GPU's memory then goes to KV.
+
+    blocks = (gpu_memory_utilization * total - used - graphs) / block
+
+used      total - free right after that step, torch's reserves kept: weights, activations and logits, CUDA itself, and all that other
+          processes hold there
+graphs    activations that captured steps keep beside those of ordinary ones, in proportion to the tokens of the largest
+"""
+
+import numpy as np
+import torch
+
+from engine.config import EngineConfig
+from engine.models.llama import LlamaModel
+from engine.row_sampling import RowSampling
+from engine.runner import Batch
+from engine.runners.cuda import CUDARunner, block_bytes
+from protocol.errors import CapacityError
+from protocol.messages import SamplingParams
+
+
+def kv_blocks(*, total_bytes: int, free_bytes: int, graph_bytes: int, utilization: float, block_bytes: int) -> int:
+    """Raises CapacityError where there is no room for two."""
+    num_bytes = int(utilization * total_bytes) - (total_bytes - free_bytes) - graph_bytes
+    if num_bytes < 2 * block_bytes:
+        raise CapacityError(
+            f"gpu_memory_utilization: {utilization:g} of {total_bytes} bytes leaves {max(0, num_bytes)} to KV beside the model and its "
+            f"largest step, two blocks need {2 * block_bytes}: lower max_num_batched_tokens or max_num_seqs"
+        )
+    return num_bytes // block_bytes
+
+
+def profiled_blocks(model: LlamaModel, config: EngineConfig) -> int:
+    """Computes the largest step on the model's GPU. Raises CapacityError, also where that step itself does not fit."""
+    device = model.embed.device
+    size = block_bytes(model, config.block_size)
+    cache = torch.zeros(2 * size, dtype=torch.uint8, device=device)
+    runner = CUDARunner(model, cache, block_size=config.block_size, max_model_len=config.max_model_len)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    try:
+        runner.execute(largest_batch(config))
+    except torch.cuda.OutOfMemoryError as error:
+        raise CapacityError(f"max_num_batched_tokens: a step of {config.max_num_batched_tokens} tokens does not fit: {error}") from None
+    peak = torch.cuda.max_memory_allocated(device) - before
+    free, total = torch.cuda.mem_get_info(device)
+    return kv_blocks(
+        total_bytes=total,
+        free_bytes=free,
+        graph_bytes=peak * max(config.cuda_graph_sizes, default=0) // config.max_num_batched_tokens,
+        utilization=config.gpu_memory_utilization,
+        block_bytes=size,
+    )
+
+
+def largest_batch(config: EngineConfig) -> Batch:
+    """As many tokens and sequences as a step may have; all of them sample, in every way and after drafts. All in block 1."""
+    num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
+    scheduled = np.full(num_seqs, config.max_num_batched_tokens // num_seqs, np.int32)
+    scheduled[: config.max_num_batched_tokens % num_seqs] += 1
+    scheduled = np.minimum(scheduled, config.max_model_len)
+    sampling = RowSampling(num_seqs)
+    params = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, seed=1, presence_penalty=0.1, logprobs=1)
+    for row in range(num_seqs):
+        sampling.put(row, params, base=-int(scheduled[row]), eos_token_ids=())
+    longest = int(scheduled.max())
+    return Batch(
+        step=0,
+        rows=np.arange(num_seqs, dtype=np.int32),
+        num_scheduled=scheduled,
+        num_computed=np.zeros(num_seqs, np.int32),
+        sample=np.ones(num_seqs, np.bool_),
+        token_ids=np.zeros((num_seqs, longest), np.int32),
+        block_tables=np.ones((num_seqs, -(-longest // config.block_size)), np.int32),
+        sampling=sampling,
+        num_drafts=np.minimum(config.num_speculative_tokens, scheduled - 1) if config.num_speculative_tokens else None,
+    )

@@ -1,10 +1,16 @@
 """The second part of a schedule: who enters. Arrived sequences first, then the line, whose head alone is ever looked at."""
 
+import numpy as np
+import numpy.typing as npt
+
+from engine.block_manager import NO_BLOCKS
 from engine.outcome import Reserved
 from engine.scheduler_state import SchedulerState
 from engine.sequence import Request, Sequence
 from engine.sequence_table import NEVER
 from protocol.errors import InvalidRequest
+
+Int32 = npt.NDArray[np.int32]
 
 
 def check_servable(state: SchedulerState, request: Request) -> None:
@@ -32,7 +38,7 @@ def seat_arrived(state: SchedulerState, budget: int) -> list[int]:
         sequence = state.arrived.popleft()
         _seat(state, sequence, sequence.num_first, sequence.blocks, hashed=sequence.num_first)
         _note_admission(state, sequence, sequence.num_cached)
-        sequence.blocks = []
+        sequence.blocks = NO_BLOCKS
         newcomers.append(1)
     return newcomers
 
@@ -78,15 +84,14 @@ def _admit(state: SchedulerState, sequence: Sequence, budget: int, *, alone: boo
     if not _fits(state, full, hits):
         return 0
     state.line.pop()
-    state.blocks.acquire(hits)
-    blocks = hits + state.blocks.allocate((full if config.prompt_reservation == "hold" else first) - len(hits))
+    blocks = state.blocks.allocate(full if config.prompt_reservation == "hold" else first, hits)
     if sequence.host_blocks:
-        state.swap_in += zip(sequence.host_blocks[len(hits) :], blocks[len(hits) :], strict=False)
+        state.swap_in += zip(sequence.host_blocks[len(hits) :], blocks[len(hits) :].tolist(), strict=False)
         state.drop_swapped(sequence)
     position = _seat(state, sequence, computed, blocks, hashed=cached)
     _note_admission(state, sequence, computed)
     if computed + num >= state.table.edge[position]:
-        state.hash_blocks(position, computed + num, blocks)
+        state.name_filled(np.array([num], np.int32), position)
     return num
 
 
@@ -97,13 +102,12 @@ def _reserve(state: SchedulerState, sequence: Sequence) -> bool:
     if not _fits(state, count, hits):
         return False
     state.line.pop()
-    state.blocks.acquire(hits)
-    sequence.blocks = hits + state.blocks.allocate(count - len(hits))
+    sequence.blocks = state.blocks.allocate(count, hits)
     sequence.num_published = len(hits)
     sequence.num_cached = len(hits) * state.config.block_size
     sequence.stage = "reserved"
     state.num_reserved += 1
-    state.events.reserved.append(Reserved(sequence.request.key, list(sequence.blocks), sequence.num_cached))
+    state.events.reserved.append(Reserved(sequence.request.key, sequence.blocks.tolist(), sequence.num_cached))
     return True
 
 
@@ -112,22 +116,22 @@ def _num_remote_tokens(request: Request) -> int:
     return min(num_prompt + 1, num_prompt + request.max_tokens - 1)
 
 
-def _lookup(state: SchedulerState, sequence: Sequence, max_num_tokens: int) -> list[int]:
+def _lookup(state: SchedulerState, sequence: Sequence, max_num_tokens: int) -> Int32:
     """Cached blocks of its known tokens, covering at most `max_num_tokens`."""
     if not state.config.enable_prefix_caching:
-        return []
+        return NO_BLOCKS
     limit = max_num_tokens // state.config.block_size
     sequence.extend_chain(sequence.tokens, limit, state.config.block_size)
     return state.blocks.lookup(sequence.chain[1 : limit + 1])
 
 
-def _fits(state: SchedulerState, count: int, hits: list[int]) -> bool:
+def _fits(state: SchedulerState, count: int, hits: Int32) -> bool:
     """Whether `count` blocks, `hits` among them, can be taken, with the watermark to spare while anything runs."""
     spare = int(state.config.watermark * state.blocks.num_blocks) if len(state.table) else 0
     return count - len(hits) + state.blocks.num_free_among(hits) + spare <= state.blocks.num_free
 
 
-def _seat(state: SchedulerState, sequence: Sequence, computed: int, blocks: list[int], *, hashed: int) -> int:
+def _seat(state: SchedulerState, sequence: Sequence, computed: int, blocks: Int32, *, hashed: int) -> int:
     """Returns its position. `hashed`: tokens below which every full block can be found already."""
     size = state.config.block_size
     if sequence.kv == "offer":

@@ -3,15 +3,30 @@
 A block is in exactly one of four places: *owned* (references > 0), *blank* (free, content worthless), *cached* (free, content
 findable by hash until the block is taken), or *quarantined* (no reference left, but a step in flight may still touch it).
 Block 0 is never used. Blank blocks are taken first, then cached ones, least recently freed first.
+
+Lists of blocks may be any sequences of ints; int32 arrays cost least. Hashes are int32 [n, 4], as in protocol/block_hash.py.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence as Seq
+from functools import cache
+from types import ModuleType
 
+import numpy as np
+import numpy.typing as npt
+
+from protocol.block_hash import HASH_WORDS, from_rows
 from protocol.errors import ProtocolError
 
 MAX_LOGGED_HASHES = 65536
 """Cache changes kept for the next status; beyond it the oldest are dropped: a router that misses some only routes less well."""
+
+MAX_SERIAL = 2**31 - 1
+
+Int32 = npt.NDArray[np.int32]
+
+NO_BLOCKS: Int32 = np.zeros(0, np.int32)
+NO_HASHES: Int32 = np.zeros((0, HASH_WORDS), np.int32)
 
 
 class BlockManager:
@@ -23,22 +38,23 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.num_external = 0
         """References held outside the scheduler."""
-        self._references = [0] * num_blocks
-        self._blank = list(range(num_blocks - 1, 0, -1))
-        self._cached = _FreedBlocks(num_blocks)
-        self._block_of: dict[bytes, int] = {}
-        self._twins: dict[bytes, list[int]] = {}
-        """Further blocks with the hash of a block in `_block_of`, oldest first."""
-        self._hash_of: list[bytes | None] = [None] * num_blocks
+        self.loops = loops = _loops()
+        self._blocks: Int32 = np.zeros((num_blocks, loops.NUM_COLUMNS), np.int32)
+        self._blocks[:, loops.TWIN] = loops.UNNAMED
+        self._blocks[1:-1, loops.NEXT] = np.arange(2, num_blocks)
+        self._index: Int32 = np.zeros((1 << (num_blocks * 3 // 2).bit_length(), 2), np.int32)
+        self._counts: npt.NDArray[np.int64] = np.zeros(loops.NUM_COUNTS, np.int64)
+        self._counts[loops.BLANK], self._counts[loops.NUM_BLANK] = 1, num_blocks - 1
+        self._log: Int32 = np.empty((2, MAX_LOGGED_HASHES, HASH_WORDS), np.int32)
+        self.arrays = (self._blocks, self._index, self._counts, self._log)
+        """As `loops` takes them."""
         self._num_scheduled = 0
         self._num_committed = 0
-        self._quarantine: deque[tuple[int, int, list[int]]] = deque()
+        self._quarantine: deque[tuple[int, int, Int32]] = deque()
         """(last step that may touch them, serial number, blocks), oldest first."""
         self._serial = 0
-        self._kept_back: dict[int, int] = {}
-        """Block -> serial number of the entry of `_quarantine` that is to free it: the last, if it was hit and released again meanwhile."""
-        self._added: deque[bytes] = deque(maxlen=MAX_LOGGED_HASHES)
-        self._removed: deque[bytes] = deque(maxlen=MAX_LOGGED_HASHES)
+        """Of the last release under a step in flight. Each block carries that of the one that is to free it: the last, if it was hit
+        and released again meanwhile."""
 
     # ---- counts
 
@@ -49,110 +65,67 @@ class BlockManager:
     @property
     def num_free(self) -> int:
         """Blocks that may be taken now, cached ones included."""
-        return len(self._blank) + len(self._cached)
+        return int(self._counts[self.loops.NUM_BLANK] + self._counts[self.loops.NUM_CACHED])
 
     @property
     def num_cached(self) -> int:
         """Free blocks whose content can still be hit."""
-        return len(self._cached)
+        return int(self._counts[self.loops.NUM_CACHED])
 
     @property
     def num_quarantined(self) -> int:
-        return len(self._kept_back)
+        return int(self._counts[self.loops.NUM_KEPT])
 
     @property
     def num_owned(self) -> int:
-        return self.num_usable - self.num_free - len(self._kept_back)
+        return self.num_usable - self.num_free - self.num_quarantined
 
     # ---- taking and giving back
 
-    def allocate(self, count: int) -> list[int]:
-        """Takes `count` blocks, one reference each. Raises ProtocolError if fewer are free: callers look first."""
-        if count > self.num_free:
+    def allocate(self, count: int, hits: Int32 = NO_BLOCKS) -> Int32:
+        """One reference to each of `count` blocks: `hits`, as `lookup` found them, and then free ones.
+
+        Raises ProtocolError if fewer are free: callers look first.
+        """
+        if count - len(hits) + self.num_free_among(hits) > self.num_free:
             raise ProtocolError(f"{count} blocks asked for, {self.num_free} are free")
-        blank, references = self._blank, self._references
-        taken: list[int] = []
-        if blank:
-            start = max(len(blank) - count, 0)
-            taken = blank[start:]
-            taken.reverse()
-            del blank[start:]
-        if len(taken) < count:
-            taken += self._evict(count - len(taken))
-        for block in taken:
-            references[block] = 1
+        taken: Int32 = np.empty(count, np.int32)
+        taken[: len(hits)] = hits
+        self.loops.take(*self.arrays, taken, len(hits))
         return taken
 
-    def _evict(self, count: int) -> list[int]:
-        """Takes the cached blocks that were freed first; their content can no longer be found."""
-        blocks = self._cached.pop(count)
-        if self._twins:
-            for block in blocks:
-                self._unname(block)
-            return blocks
-        hash_of, block_of = self._hash_of, self._block_of
-        hashes = [block_hash for block in blocks if (block_hash := hash_of[block]) is not None]
-        for block_hash in hashes:
-            del block_of[block_hash]
-        for block in blocks:
-            hash_of[block] = None
-        self._removed.extend(hashes)
-        return blocks
-
-    def acquire(self, blocks: Seq[int]) -> None:
-        """Adds a reference to each: to blocks found by `lookup`, or to blocks somebody owns already."""
-        references = self._references
-        for block in blocks:
-            if references[block] == 0 and self._kept_back.pop(block, None) is None:
-                self._cached.remove(block)
-            references[block] += 1
-
-    def release(self, blocks: Seq[int]) -> None:
+    def release(self, blocks: Seq[int] | Int32) -> None:
         """Gives up one reference to each block of one owner, given in sequence order (no block twice); the tail becomes reusable first."""
-        references, gone = self._references, list(reversed(blocks))
-        counts = [references[block] for block in gone]
-        if counts.count(1) == len(counts):
-            for block in gone:
-                references[block] = 0
-        elif 0 in counts:
-            raise ProtocolError(f"block {gone[counts.index(0)]} was freed more often than taken")
-        else:
-            for block in gone:
-                references[block] -= 1
-            gone = [block for block in gone if not references[block]]
-        if self._num_scheduled == self._num_committed:
-            self._make_free(gone)
-            return
-        self._serial += 1
-        self._quarantine.append((self._num_scheduled, self._serial, gone))
-        self._kept_back.update(dict.fromkeys(gone, self._serial))
+        given = np.asarray(blocks, np.int32)
+        serial, kept = 0, NO_BLOCKS
+        if self._num_scheduled > self._num_committed:
+            serial = self._serial = self._serial % MAX_SERIAL + 1
+            kept = np.empty(len(given), np.int32)
+        count = self.loops.release(self._blocks, self._counts, given, serial, kept)
+        if count < 0:
+            raise ProtocolError(f"block {given[-1 - count]} was freed more often than taken")
+        if serial:
+            self._quarantine.append((self._num_scheduled, serial, kept[:count]))
 
-    def free(self, block_ids: Seq[int]) -> None:
+    def free(self, block_ids: Seq[int] | Int32) -> None:
         """`release` for owners outside the scheduler: gives up one of their references to each block."""
-        self.num_external -= len(block_ids)
+        given = np.asarray(block_ids, np.int32)
+        self.num_external -= len(given)
         if self.num_external < 0:
-            raise ProtocolError(f"blocks {list(block_ids)} were freed by somebody who does not own them")
-        self.release(block_ids)
+            raise ProtocolError(f"blocks {given.tolist()} were freed by somebody who does not own them")
+        self.release(given)
 
-    def incref(self, block_ids: Seq[int]) -> None:
+    def incref(self, block_ids: Seq[int] | Int32) -> None:
         """One more outside reference to each block, which somebody must own already."""
-        if any(self._references[block] == 0 for block in block_ids):
-            raise ProtocolError(f"blocks {list(block_ids)} are not all owned")
-        self.acquire(block_ids)
-        self.num_external += len(block_ids)
+        blocks = np.asarray(block_ids, np.int32)
+        if not self.all_owned(blocks):
+            raise ProtocolError(f"blocks {blocks.tolist()} are not all owned")
+        self.allocate(len(blocks), blocks)
+        self.num_external += len(blocks)
 
     def hand_over(self, count: int) -> None:
         """`count` references of the scheduler now belong to somebody outside."""
         self.num_external += count
-
-    def _make_free(self, gone: list[int]) -> None:
-        hash_of = self._hash_of
-        cached = [block for block in gone if hash_of[block] is not None]
-        if len(cached) == len(gone) - 1 and hash_of[gone[0]] is None:  # as most answers end: in the middle of a block
-            self._blank.append(gone[0])
-        elif len(cached) < len(gone):
-            self._blank += [block for block in gone if hash_of[block] is None]
-        self._cached.push(cached)
 
     # ---- steps in flight
 
@@ -164,159 +137,84 @@ class BlockManager:
         """The oldest step in flight is done with its blocks."""
         self._num_committed += 1
         while self._quarantine and self._quarantine[0][0] <= self._num_committed:
-            _, serial, gone = self._quarantine.popleft()
-            gone = [block for block in gone if self._kept_back.get(block) == serial]
-            for block in gone:
-                del self._kept_back[block]
-            self._make_free(gone)
+            _, serial, kept = self._quarantine.popleft()
+            self.loops.free_kept(self._blocks, self._counts, kept, serial)
 
     # ---- prefix cache
 
-    def lookup(self, hashes: Seq[bytes]) -> list[int]:
+    def lookup(self, hashes: Int32) -> Int32:
         """Blocks holding the longest known prefix of a chain of hashes. Takes no reference."""
-        hits: list[int] = []
-        for block_hash in hashes:
-            block = self._block_of.get(block_hash)
-            if block is None:
-                break
-            hits.append(block)
-        return hits
+        hits: Int32 = np.empty(len(hashes), np.int32)
+        return hits[: self.loops.find(self._blocks, self._index, hashes, hits)]
 
-    def num_free_among(self, blocks: Seq[int]) -> int:
+    def num_free_among(self, blocks: Seq[int] | Int32) -> int:
         """How many of these blocks count as free now: acquiring them uses them up."""
-        return sum(self._references[block] == 0 and block not in self._kept_back for block in blocks)
+        return int(self.loops.count_free(self._blocks, np.asarray(blocks, np.int32))) if len(blocks) else 0
 
-    def insert(self, hashes: Seq[bytes], blocks: Seq[int]) -> None:
+    def insert(self, hashes: Int32, blocks: Seq[int] | Int32) -> None:
         """Makes owned blocks findable, each by its hash; those that already are stay as they are."""
-        hash_of, block_of = self._hash_of, self._block_of
-        any_named = any(map(hash_of.__getitem__, blocks))
-        if not any_named and block_of.keys().isdisjoint(hashes) and len(set(hashes)) == len(hashes):
-            for block_hash, block in zip(hashes, blocks, strict=True):
-                hash_of[block] = block_hash
-                block_of[block_hash] = block
-            self._added.extend(hashes)
-            return
-        for block_hash, block in zip(hashes, blocks, strict=True):
-            if hash_of[block] is not None:
-                continue
-            hash_of[block] = block_hash
-            if block_of.setdefault(block_hash, block) == block:
-                self._added.append(block_hash)
-            else:
-                self._twins.setdefault(block_hash, []).append(block)
+        named = np.asarray(blocks, np.int32)
+        if len(named) != len(hashes):
+            raise ProtocolError(f"{len(hashes)} hashes for {len(named)} blocks")
+        self.loops.name(*self.arrays, named, hashes)
 
-    def forget(self, block: int) -> None:
-        """Makes a block unfindable. No-op if it already is."""
-        if self._hash_of[block] is None:
-            return
-        if self._references[block] == 0 and block not in self._kept_back:
-            self._cached.remove(block)
-            self._blank.append(block)
-        self._unname(block)
-
-    def _unname(self, block: int) -> None:
-        block_hash = self._hash_of[block]
-        if block_hash is None:
-            return
-        self._hash_of[block] = None
-        twins = self._twins.get(block_hash)
-        if twins is None:
-            del self._block_of[block_hash]
-            self._removed.append(block_hash)
-            return
-        if self._block_of[block_hash] == block:
-            self._block_of[block_hash] = twins.pop(0)
-        else:
-            twins.remove(block)
-        if not twins:
-            del self._twins[block_hash]
+    def forget(self, blocks: Seq[int] | Int32) -> None:
+        """Makes blocks unfindable; those that are stay so."""
+        self.loops.forget(*self.arrays, np.asarray(blocks, np.int32))
 
     def visible(self) -> dict[bytes, int]:
         """What `lookup` can find: block by hash. A copy, for checks."""
-        return dict(self._block_of)
+        blocks = self._index[self._index[:, 0] > 0, 0]
+        hashes = self._blocks[blocks, self.loops.HASH : self.loops.HASH + HASH_WORDS]
+        return dict(zip(from_rows(hashes), blocks.tolist(), strict=True))
 
-    def all_owned(self, block_ids: Seq[int]) -> bool:
+    def references(self) -> Int32:
+        """How many own each block: int32 [num_blocks]. For checks."""
+        return np.maximum(self._blocks[:, self.loops.REFERENCES], 0)
+
+    def all_owned(self, block_ids: Seq[int] | Int32) -> bool:
         """Whether every one of these blocks has an owner: nobody else can get it. For checks."""
-        return all(self._references[block] > 0 for block in block_ids)
+        return bool(self.references()[np.asarray(block_ids, np.int32)].all())
 
     def take_hash_changes(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
         """Hashes (added, removed) since the last call, each at most `MAX_LOGGED_HASHES`; one in both lists may be either now."""
-        added, removed = tuple(self._added), tuple(self._removed)
-        self._added.clear()
-        self._removed.clear()
+        counts = self._counts[[self.loops.NUM_ADDED, self.loops.NUM_REMOVED]].tolist()
+        self._counts[[self.loops.NUM_ADDED, self.loops.NUM_REMOVED]] = 0
+        added, removed = (from_rows(log[: min(count, len(log))]) for log, count in zip(self._log, counts, strict=True))
         return added, removed
+
+    def free_in_order(self) -> list[int]:
+        """Free blocks as they would be taken: blank ones, then cached ones. For checks."""
+        blank = self._follow(int(self._counts[self.loops.BLANK]), self.num_free - self.num_cached)
+        return blank + self._follow(int(self._blocks[0, self.loops.NEXT]), self.num_cached)
 
     def check(self) -> None:
         """Every block is in exactly one place. Raises ProtocolError."""
-        free = self._blank + self._cached.in_order()
-        num_owned = sum(count > 0 for count in self._references)
-        if len(set(free)) != len(free) or 0 in free or any(self._references[block] for block in free):
+        references, named = self._blocks[:, self.loops.REFERENCES], self._blocks[:, self.loops.TWIN] != self.loops.UNNAMED
+        free = self.free_in_order()
+        if len(set(free)) != len(free) or 0 in free or references[free].any():
             raise ProtocolError("a free block is owned, listed twice, or block 0")
-        if num_owned + len(free) + len(self._kept_back) != self.num_usable:
-            raise ProtocolError(f"{len(free)} free + {num_owned} owned + {len(self._kept_back)} kept back != {self.num_usable}")
-        if any(self._hash_of[block] is None for block in self._cached.in_order()) or any(self._hash_of[block] for block in self._blank):
+        num_owned, num_kept = np.count_nonzero(references > 0), np.count_nonzero(references < 0)
+        if num_kept != self.num_quarantined or num_owned + len(free) + num_kept != self.num_usable:
+            raise ProtocolError(f"{len(free)} free + {num_owned} owned + {num_kept} kept back != {self.num_usable}")
+        if named[free].tolist() != [False] * (self.num_free - self.num_cached) + [True] * self.num_cached:
             raise ProtocolError("a block is cached without a hash, or blank with one")
 
-
-class _FreedBlocks:
-    """Free blocks whose content can still be found, freed first, first. A queue that any of them may leave from the middle.
-
-    Who does leaves his entry behind: of the entries of one block only the last may be its own. (An OrderedDict costs ten times as much.)
-    """
-
-    def __init__(self, num_blocks: int) -> None:
-        self._queue: list[int] = []
-        self._head = 0
-        """Entries before it were popped."""
-        self._left: Counter[int] = Counter()
-        """Entries left behind, by block; they come before its own."""
-        self._num_left = 0
-        self._max_entries = 2 * num_blocks
-
-    def __len__(self) -> int:
-        return len(self._queue) - self._head - self._num_left
-
-    def in_order(self) -> list[int]:
-        left, blocks = self._left.copy(), []
-        for block in self._queue[self._head :]:
-            if left[block]:
-                left[block] -= 1
-            else:
-                blocks.append(block)
-        return blocks
-
-    def push(self, blocks: list[int]) -> None:
-        self._queue += blocks
-        if len(self._queue) <= self._max_entries:
-            return
-        del self._queue[: self._head]
-        self._head = 0
-        if self._num_left > self._max_entries // 4:
-            self._queue = self.in_order()
-            self._left.clear()
-            self._num_left = 0
-
-    def remove(self, block: int) -> None:
-        """The block must be in here."""
-        self._left[block] += 1
-        self._num_left += 1
-
-    def pop(self, count: int) -> list[int]:
-        """Takes the `count` that were freed first; there must be as many."""
-        queue, left, head = self._queue, self._left, self._head
-        if not left:
-            self._head = head + count
-            return queue[head : head + count]
+    def _follow(self, block: int, count: int) -> list[int]:
+        """`count` blocks from `block` on. Raises ProtocolError if that is not where their links end."""
         blocks: list[int] = []
-        while len(blocks) < count:
-            block = queue[head]
-            head += 1
-            if block not in left:
-                blocks.append(block)
-                continue
-            self._num_left -= 1
-            left[block] -= 1
-            if not left[block]:
-                del left[block]
-        self._head = head
+        for _ in range(count):
+            blocks.append(block)
+            block = int(self._blocks[block, self.loops.NEXT])
+        if block:
+            raise ProtocolError(f"{count} free blocks are counted, but the last is followed by {block}")
         return blocks
+
+
+@cache
+def _loops() -> ModuleType:
+    """Imported and compiled when they are first needed: most of a second, on a machine's first run some."""
+    from engine import loops_blocks
+
+    loops_blocks.compile_all()
+    return loops_blocks

@@ -6,7 +6,6 @@ import numpy.typing as npt
 from engine.preemption import Victim, choose
 from engine.scheduler_state import SchedulerState
 from engine.sequence_table import NEVER
-from protocol.block_hash import extend_chains
 
 Int32 = npt.NDArray[np.int32]
 
@@ -27,57 +26,27 @@ def place_running(state: SchedulerState, budget: int, *, alone: bool) -> Int32 |
 
     `alone`: only one sequence is there at all. None: somebody would have to go while a step is in flight; nothing was changed.
     """
-    table, config = state.table, state.config
-    count = len(table)
-    num: Int32 = table.goal[:count] - table.computed[:count]
-    if config.long_prefill_token_threshold and not alone:
-        np.minimum(num, config.long_prefill_token_threshold, out=num)
-    if int(np.add.reduce(num)) > budget:
-        before = np.cumsum(num, dtype=np.int32) - num
-        num = np.clip(budget - before, 0, num)
-    lacking = table.computed[:count] + num
-    lacking -= table.capacity[:count]
-    short = (lacking > 0).nonzero()[0]
-    if not short.size:
-        return num
-    wants = (lacking[short] + (config.block_size - 1)) // config.block_size
-    total = int(np.add.reduce(wants))
-    if total <= state.blocks.num_free:
-        table.append_blocks(short, wants, state.blocks.allocate(total))
+    table, config, blocks = state.table, state.config, state.blocks
+    num: Int32 = np.empty(len(table), np.int32)
+    threshold = config.long_prefill_token_threshold if config.long_prefill_token_threshold and not alone else NEVER
+    if table.loops.place(
+        *blocks.arrays, table.row, table.goal, table.computed, table.capacity, table.block_tables, config.block_size, num, threshold, budget
+    ):
         return num
     if table.flights:
         return None
     if config.scheduling_policy == "priority":
-        return _place_by_priority(state, budget, alone=alone)
-    return _place_evicting_newest(state, num, short.tolist(), wants.tolist())
+        return _place_by_priority(state, budget, threshold)
+    return _place_evicting_newest(state, num)
 
 
-def hash_running(state: SchedulerState, num: Int32) -> None:
-    """Makes the blocks findable that the tokens just placed (int32 [running]) fill up."""
-    table, count, size = state.table, len(num), state.config.block_size
-    filled = table.computed[:count] + num
-    if table.flights or state.proposer is not None:
-        np.minimum(filled, table.tokens[:count], out=filled)
-    due = (filled >= table.edge[:count]).nonzero()[0]
-    if not due.size:
-        return
-    edges = table.edge[due]
-    simple = (filled[due] < edges + size) & (edges > table.chained[due])
-    if np.count_nonzero(simple) < len(simple):
-        for position in due[~simple].tolist():
-            state.hash_blocks(position, int(filled[position]), table.blocks_of(position))
-        due, edges = due[simple], edges[simple]
-    rows, index, running = table.row[due], edges // size - 1, table.running
-    chains = [running[position].chain for position in due.tolist()]
-    extend_chains(chains, table.blocks_of_tokens[rows, index].tobytes(), size)
-    state.blocks.insert([chain[-1] for chain in chains], table.block_tables[rows, index].tolist())
-    table.edge[due] = edges + size
-
-
-def _place_evicting_newest(state: SchedulerState, num: Int32, short: list[int], wants: list[int]) -> Int32:
+def _place_evicting_newest(state: SchedulerState, num: Int32) -> Int32:
     """fcfs: the newest goes, possibly the one that asks. Victims were not placed yet, so what the others got stands."""
-    end = count = len(state.table)
-    for position, want in zip(short, wants, strict=True):
+    table = state.table
+    end = count = len(table)
+    lacking = table.computed[:count] + num > table.capacity[:count]
+    for position in lacking.nonzero()[0].tolist():
+        want = _want(state, position, int(num[position]))
         while position < end and want > state.blocks.num_free:
             end -= 1
             if end > 0:
@@ -97,11 +66,9 @@ def _place_evicting_newest(state: SchedulerState, num: Int32, short: list[int], 
     return num[:end]
 
 
-def _place_by_priority(state: SchedulerState, budget: int, *, alone: bool) -> Int32:
+def _place_by_priority(state: SchedulerState, budget: int, threshold: int) -> Int32:
     """priority: the worst (priority, arrival) goes, the first of equals; what it was given in this step returns to the budget."""
-    table, config = state.table, state.config
-    count = len(table)
-    threshold = config.long_prefill_token_threshold if config.long_prefill_token_threshold and not alone else NEVER
+    table, count = state.table, len(state.table)
     given = dict.fromkeys(range(count), 0)
     """Tokens by position, of those that stay, in running order."""
     for position in range(count):
@@ -180,10 +147,10 @@ def preempt(state: SchedulerState, position: int) -> None:
         return
     if choice.mode == "swap":
         sequence.host_blocks, sequence.num_swapped = state.host.allocate(len(filled)), computed
-        state.swap_out += zip(filled, sequence.host_blocks, strict=True)
+        state.swap_out += zip(filled.tolist(), sequence.host_blocks, strict=True)
     else:
         sequence.num_lost = computed
-    sequence.tokens = table.known(position).copy()
+    sequence.tokens, sequence.chain = table.known(position).copy(), table.chain_of(position).copy()
     sequence.kv = "local" if sequence.kv == "remote" else sequence.kv
     state.line.push_preempted(sequence)
 
@@ -196,4 +163,4 @@ def _want(state: SchedulerState, position: int, num: int) -> int:
 
 def _grow(state: SchedulerState, position: int, count: int) -> None:
     if count:
-        state.table.append_blocks(np.array([position]), np.array([count]), state.blocks.allocate(count))
+        state.table.append_blocks(position, state.blocks.allocate(count))

@@ -4,83 +4,59 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.outcome import Committed, Finished, PromptDone
-from engine.runner import Batch
+from engine.runner import Batch, StepOutput
 from engine.scheduler_state import Proposer, SchedulerState
 from engine.sequence_table import NEVER
 from protocol.messages import FinishReason, Logprobs, TokenLogprobs
 
 Int32 = npt.NDArray[np.int32]
-Bool = npt.NDArray[np.bool_]
+Int64 = npt.NDArray[np.int64]
 
 
-def append_tokens(
-    state: SchedulerState,
-    batch: Batch,
-    at: slice | Int32,
-    columns: Int32,
-    counts: Int32,
-    logprobs: list[list[TokenLogprobs] | None] | None = None,
-) -> Committed:
-    """Applies what was sampled for R sequences.
-
-    `at`: their positions; `columns`: int32 [R, K], row i valid in its first `counts[i]` columns; `logprobs`: [R], of those that asked.
-    """
-    table = state.table
-    before, rows, limit = table.tokens[at], table.row[at], table.limit[at]
-    kept, stopped = _cut_at_end(state, at, columns, counts, limit - before)
-    for column in range(columns.shape[1]):
-        have = kept > column
-        if np.count_nonzero(have) == len(have):
-            table.token_ids[rows, before + column] = columns[:, column]
-        else:
-            table.token_ids[rows[have], before[have] + column] = columns[have, column]
-    committed = Committed(
-        batch=batch,
-        slots=table.slot[at].copy(),
-        attempts=table.attempt[at].copy(),
-        offsets=before + table.base[at],
-        counts=kept,
-        token_ids=columns[:, 0].copy() if columns.shape[1] == 1 else columns[np.arange(columns.shape[1]) < kept[:, None]],
+def append_tokens(state: SchedulerState, batch: Batch, positions: Int32, output: StepOutput) -> Committed:
+    """Applies what was sampled. `positions`: int32 [B], of the batch's sequences now, -1 where one has left."""
+    table, loops = state.table, state.table.loops
+    num_columns = output.token_ids.shape[1]
+    entries: Int32 = np.empty((6, len(positions)), np.int32)
+    slots: Int64 = np.empty(len(positions), np.int64)
+    token_ids: Int32 = np.empty(len(positions) * num_columns, np.int32)
+    sampled = np.ascontiguousarray(output.token_ids, np.int32)
+    count, num_tokens = loops.append(
+        *(table.row, table.tokens, table.limit, table.base, table.attempt, table.fresh, table.ignore_eos, table.slot, table.token_ids),
+        *(positions, np.ascontiguousarray(output.counts, np.int32), sampled, state.eos_token_ids, _own_stops(state, positions, sampled)),
+        *(entries, slots, token_ids),
     )
-    after = before + kept
-    done = after >= limit
-    done |= stopped
-    table.tokens[at] = after
-    positions = table.all_positions[at]
-    if logprobs is not None:
-        _note_logprobs(committed, logprobs)
+    indices, at, attempts, offsets, counts, marks = entries[:, :count]
+    committed = Committed(
+        batch=batch, slots=slots[:count], attempts=attempts, offsets=offsets, counts=counts, token_ids=token_ids[:num_tokens]
+    )
+    if output.logprobs:
+        _note_logprobs(committed, [output.logprobs.get(index) for index in indices.tolist()])
     if state.num_offers:
-        done |= np.array([table.running[position].kv == "offer" for position in positions.tolist()], np.bool_)
-    fresh = table.fresh[at].nonzero()[0]
+        marks |= np.array([loops.COMPLETE * (table.running[position].kv == "offer") for position in at.tolist()], np.int32)
+    fresh = (marks & loops.FRESH).nonzero()[0]
     if fresh.size:
-        _note_first(state, committed, positions[fresh].tolist(), fresh.tolist())
+        _note_first(state, committed, at[fresh].tolist(), fresh.tolist())
+    done = marks & loops.COMPLETE > 0
     if state.proposer is not None:
-        table.computed[at] = after - 1
-        _propose(state, state.proposer, positions[~done])
+        table.computed[at] = table.tokens[at] - 1
+        _propose(state, state.proposer, at[~done])
     if np.count_nonzero(done):
-        _finish(state, committed, positions[done].tolist(), stopped[done].tolist())
+        _finish(state, committed, at[done].tolist(), (marks[done] & loops.STOPPED).tolist())
     return committed
 
 
-def _cut_at_end(state: SchedulerState, at: slice | Int32, columns: Int32, counts: Int32, room: Int32) -> tuple[Int32, Bool]:
-    """How many of each row's tokens belong to its answer, and whether the last of them is a stop token."""
+def _own_stops(state: SchedulerState, positions: Int32, sampled: Int32) -> Int32:
+    """int32 [B]: how many of each sequence's sampled tokens there are up to the first of its own stop tokens; NEVER: none of them is."""
     table = state.table
-    stops = np.zeros(columns.shape, np.bool_)
-    if state.eos_token_ids:
-        for token_id in state.eos_token_ids:
-            stops |= columns == token_id
-        if np.count_nonzero(ignoring := table.ignore_eos[at]):
-            stops[ignoring > 0] = False
-    if np.count_nonzero(own_stops := table.own_stops[at]):
-        positions = table.all_positions[at]
-        for index in own_stops.nonzero()[0].tolist():
-            stop_token_ids = table.running[positions[index]].stop_token_ids
-            stops[index] |= [token_id in stop_token_ids for token_id in columns[index].tolist()]
-    if columns.shape[1] == 1:
-        return counts.astype(np.int32), stops[:, 0]
-    until_stop = np.where(stops.any(axis=1), stops.argmax(axis=1) + 1, NEVER).astype(np.int32)
-    kept = np.minimum(np.minimum(counts, room), until_stop)
-    return kept, kept == until_stop
+    stops = table.no_stops[: len(positions)]
+    if not table.num_own_stops:
+        return stops
+    stops = stops.copy()
+    for index, position in enumerate(positions.tolist()):
+        if position >= 0 and (own := table.running[position].stop_token_ids):
+            stops[index] = next((num for num, token_id in enumerate(sampled[index].tolist(), 1) if token_id in own), NEVER)
+    return stops
 
 
 def _note_logprobs(committed: Committed, logprobs: list[list[TokenLogprobs] | None]) -> None:
@@ -132,7 +108,7 @@ def _propose(state: SchedulerState, proposer: Proposer, positions: Int32) -> Non
     table.goal[positions] = np.minimum(num_tokens + np.array(num_drafts, np.int32), table.cap[positions])
 
 
-def _finish(state: SchedulerState, committed: Committed, positions: list[int], stopped: list[bool]) -> None:
+def _finish(state: SchedulerState, committed: Committed, positions: list[int], stopped: list[int]) -> None:
     """Takes complete sequences out; the blocks of "offer" ones pass to whoever reads `committed`."""
     table = state.table
     for position, stop in zip(positions, stopped, strict=True):
@@ -144,7 +120,7 @@ def _finish(state: SchedulerState, committed: Committed, positions: list[int], s
             complete = stop or int(table.tokens[position]) >= sequence.limit
             first = int(table.known(position)[-1])
             values = next((entry.values for entry in committed.logprobs if entry.slot == sequence.request.slot), None)
-            committed.prompts.append(PromptDone(key, first, blocks, reason if complete else None, values))
+            committed.prompts.append(PromptDone(key, first, blocks.tolist(), reason if complete else None, values))
             state.blocks.hand_over(len(blocks))
         else:
             committed.finished.append(Finished(key, sequence.request.slot, reason))

@@ -11,15 +11,17 @@ A sequence has `tokens` known and `computed` done; each step closes some of that
 Whatever leaves while steps are in flight keeps its row and blocks out of use until those steps have committed.
 """
 
+from typing import cast
+
 import numpy as np
 import numpy.typing as npt
 
 from engine.admission import check_servable, seat_arrived, serve_line
-from engine.block_manager import BlockManager
+from engine.block_manager import NO_BLOCKS, BlockManager
 from engine.config import EngineConfig
 from engine.host_pool import HostPool
 from engine.outcome import Committed, Events, Finished, PromptDone, Reserved
-from engine.placement import hash_running, place_running, step_budget
+from engine.placement import place_running, step_budget
 from engine.results import append_tokens
 from engine.runner import Batch, StepOutput
 from engine.scheduler_state import Proposer, SchedulerState
@@ -27,7 +29,7 @@ from engine.sequence import Request, Sequence
 from engine.sequence_table import Flight, SequenceTable
 from engine.thrash import ThrashMeter
 from engine.waiting_line import WaitingLine
-from protocol.block_hash import root_hash
+from protocol.block_hash import root_hash, to_rows
 from protocol.clock import Clock
 from protocol.errors import ProtocolError
 from protocol.messages import RequestKey, TokenLogprobs
@@ -67,7 +69,7 @@ class Scheduler:
             blocks=self.blocks,
             table=table,
             line=WaitingLine(config.scheduling_policy, config.priority_aging_s),
-            eos_token_ids=eos_token_ids,
+            eos_token_ids=np.array(eos_token_ids, np.int32),
             proposer=proposer if config.num_speculative_tokens else None,
             thrash=ThrashMeter(clock, window_s=config.thrash_window_s, limit=config.thrash_limit, max_num_seqs=config.max_num_seqs)
             if clock and config.thrash_limit
@@ -150,7 +152,7 @@ class Scheduler:
             kv=request.kv,
             stage="unoffered",
             limit=min(num_prompt + request.max_tokens, config.max_model_len),
-            chain=[root_hash(self._fingerprint, request.cache_salt)],
+            chain=to_rows([root_hash(self._fingerprint, request.cache_salt)]),
             tokens=np.asarray(request.prompt_token_ids, np.int32),
             num_first=num_prompt,
             stop_token_ids=frozenset(request.sampling.stop_token_ids),
@@ -207,19 +209,19 @@ class Scheduler:
         """Forgets a request without freeing: the caller owns the returned blocks (in order) and gives them to `blocks.free` later."""
         blocks = self._forget(key)
         self.blocks.hand_over(len(blocks))
-        return blocks
+        return cast(list[int], blocks.tolist())
 
     def block_ids(self, key: RequestKey) -> list[int]:
         """Blocks of a running request, in order. Raises KeyError if it is not live."""
         table = self._state.table
-        return table.blocks_of(table.running.index(self._state.live[key]))
+        return cast(list[int], table.blocks_of(table.running.index(self._state.live[key])).tolist())
 
-    def _forget(self, key: RequestKey) -> list[int]:
+    def _forget(self, key: RequestKey) -> Int32:
         """Takes a request out wherever it stands. Returns the blocks it owned."""
         state = self._state
         sequence = state.live.pop(key, None)
         if sequence is None:
-            return []
+            return NO_BLOCKS
         if sequence.stage == "unoffered":
             state.num_unoffered -= 1
         elif sequence.stage == "waiting":
@@ -250,7 +252,7 @@ class Scheduler:
         num = place_running(state, budget, alone=alone)
         if num is None:
             return None
-        hash_running(state, num)
+        state.name_filled(num)
         budget -= int(np.add.reduce(num))
         newcomers = seat_arrived(state, budget) if state.arrived else []
         preempted = len(state.events.preempted) > num_preempted
@@ -269,42 +271,36 @@ class Scheduler:
 
     def _launch(self, num: Int32) -> Batch | None:
         """Makes the batch of `num` tokens per running sequence (int32, in running order) and counts them as computed."""
-        state, table, count = self._state, self._state.table, len(num)
-        num_idle = count - int(np.count_nonzero(num))
-        if num_idle == count and not state.swap_out:
+        state, table = self._state, self._state.table
+        positions, rows, num_scheduled, num_computed, ahead = np.empty((5, len(num)), np.int32)
+        sample = np.empty(len(num), np.bool_)
+        size = table.loops.launch(
+            *(table.row, table.tokens, table.goal, table.computed, table.cap, num, int(state.proposer is not None)),
+            *(positions, rows, num_scheduled, num_computed, ahead, sample),
+        )
+        if not size and not state.swap_out:
             return None
-        at: slice | Int32 = slice(count)
-        positions, request_ids = table.all_positions[:count], table.request_ids
-        if num_idle:
-            at = positions = num.nonzero()[0].astype(np.int32)
-            num = num[positions]
+        positions, request_ids = positions[:size], table.request_ids
+        if size < len(num):
             request_ids = [request_ids[position] for position in positions.tolist()]
-        computed, goal = table.computed[at], table.goal[at]
-        target = computed + num
         batch = Batch(
             step=self._step,
-            rows=table.row[at].copy(),
-            num_scheduled=num,
-            num_computed=computed.copy(),
-            sample=target == goal,
+            rows=rows[:size],
+            num_scheduled=num_scheduled[:size],
+            num_computed=num_computed[:size],
+            sample=sample[:size],
             token_ids=table.token_ids,
             block_tables=table.block_tables,
             request_ids=request_ids,
             sampling=table.sampling if table.sampling.num_special else None,
+            num_drafts=ahead[:size] if state.proposer is not None else None,
+            pending=ahead[:size] > 0 if table.flights else None,
         )
-        if state.proposer is not None:
-            batch.num_drafts = np.maximum(target - table.tokens[at], 0)
-            batch.sample = target >= table.tokens[at]
-        else:
-            table.goal[at] = np.minimum(goal + batch.sample, table.cap[at])
         if self.config.cuda_graph_sizes and int(num.max(initial=0)) == 1:
-            state.num_padding_tokens += state.padding(len(num))
-        if table.flights:
-            batch.pending = target > table.tokens[at]
+            state.num_padding_tokens += state.padding(size)
         if state.swap_out or state.swap_in:
             batch.swap_out, batch.swap_in = _pairs(state.swap_out), _pairs(state.swap_in)
             state.swap_out, state.swap_in = [], []
-        table.computed[at] = target
         self._step += 1
         table.flights.append(Flight(batch, positions))
         self.blocks.step_scheduled()
@@ -316,23 +312,13 @@ class Scheduler:
         if not table.flights:
             raise ProtocolError("a commit without a batch in flight")
         flight = table.flights.popleft()
-        batch, positions = flight.batch, flight.positions
-        sampled = output.counts > 0
-        if len(sampled) != len(batch.sample) or np.count_nonzero(sampled != batch.sample):
+        batch, sampled = flight.batch, output.counts > 0
+        if not len(sampled) == len(output.token_ids) == len(batch.sample) or np.count_nonzero(sampled != batch.sample):
             raise ProtocolError(f"step {batch.step}: tokens for entries {sampled.nonzero()[0]}, wanted for {batch.sample.nonzero()[0]}")
         self.blocks.step_committed()
         table.committed(batch.step)
-        if flight.has_leavers:
-            sampled &= positions >= 0
         progressed = self._progress_of_offers(flight) if state.num_offers else []
-        logprobs = [output.logprobs.get(index) for index in sampled.nonzero()[0].tolist()] if output.logprobs else None
-        count = int(np.count_nonzero(sampled))
-        if np.count_nonzero(sampled[:count]) == count:
-            dense = count == 0 or (not flight.has_leavers and int(positions[count - 1]) == count - 1)
-            at = slice(count) if dense else positions[:count]
-            committed = append_tokens(state, batch, at, output.token_ids[:count], output.counts[:count], logprobs)
-        else:
-            committed = append_tokens(state, batch, positions[sampled], output.token_ids[sampled], output.counts[sampled], logprobs)
+        committed = append_tokens(state, batch, flight.positions, output)
         committed.progressed = progressed
         if state.thrash is not None:
             state.thrash.add(recomputed=0, generated=len(committed.token_ids))
@@ -367,9 +353,8 @@ class Scheduler:
             if batch.swap_out is not None:
                 self._lose_copies(set(batch.swap_out[:, 1].tolist()))
             spoilt.update(dict.fromkeys(table.running[position].request.key for position in flight.positions.tolist() if position >= 0))
-        for block in blocks:
-            self.blocks.forget(block)
-        spoilt.update({key: None for key, sequence in self._state.live.items() if not blocks.isdisjoint(sequence.blocks)})
+        self.blocks.forget(list(blocks))
+        spoilt.update({key: None for key, sequence in self._state.live.items() if not blocks.isdisjoint(sequence.blocks.tolist())})
         batch = table.flights.popleft().batch
         self.blocks.step_committed()
         table.committed(batch.step)

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from engine.block_manager import BlockManager
+from engine.block_manager import NO_HASHES, BlockManager
 from engine.config import EngineConfig
 from engine.host_pool import HostPool
 from engine.outcome import Events
@@ -17,7 +17,10 @@ from engine.sequence import Sequence
 from engine.sequence_table import SequenceTable
 from engine.thrash import ThrashMeter
 from engine.waiting_line import WaitingLine
+from protocol.block_hash import block_hashes
 from protocol.messages import RequestKey
+
+Int32 = npt.NDArray[np.int32]
 
 
 class Proposer(Protocol):
@@ -34,7 +37,7 @@ class SchedulerState:
     blocks: BlockManager
     table: SequenceTable
     line: WaitingLine
-    eos_token_ids: tuple[int, ...]
+    eos_token_ids: Int32
     proposer: Proposer | None
     """None: no drafts."""
     live: dict[RequestKey, Sequence] = field(default_factory=dict)
@@ -90,11 +93,12 @@ class SchedulerState:
         self.host.release(sequence.host_blocks)
         sequence.host_blocks, sequence.num_swapped = [], 0
 
-    def hash_blocks(self, position: int, filled: int, blocks: list[int]) -> None:
-        """Makes a running sequence's `blocks` (all of them) findable up to `filled` tokens."""
-        table, size = self.table, self.config.block_size
-        sequence = table.running[position]
-        start, end = int(table.edge[position]) // size - 1, filled // size
-        sequence.extend_chain(table.known(position), end, size)
-        self.blocks.insert(sequence.chain[start + 1 : end + 1], blocks[start:end])
-        table.edge[position] = (end + 1) * size
+    def name_filled(self, num: Int32, first: int = 0) -> None:
+        """Makes the blocks findable that the tokens just placed fill up: int32 [number of sequences], from position `first` on."""
+        table, blocks = self.table, self.blocks
+        hashes = NO_HASHES
+        while count := table.loops.name_filled(
+            *(*blocks.arrays, table.row, table.tokens, table.computed, table.edge, table.chained, table.block_tables),
+            *(table.blocks_of_tokens, table.chains, first, num, table.unhashed, table.unhashed_positions, hashes),
+        ):
+            hashes = block_hashes(table.unhashed[:count])

@@ -6,7 +6,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from protocol.block_hash import chain_hashes
+from protocol.block_hash import chain_hashes, to_rows
 from protocol.messages import GenerateRequest, RequestKey, SamplingParams, TokenLogprobs
 
 
@@ -71,9 +71,9 @@ class Sequence:
     """Place in the line: lowest first."""
     tokens: npt.NDArray[np.int32]
     """Known tokens while it is not running."""
-    chain: list[bytes]
-    """Root hash, then the hashes of the full blocks of its known tokens, as far as anybody needed them."""
-    blocks: list[int] = field(default_factory=list)
+    chain: npt.NDArray[np.int32]
+    """[n, 4] root hash, then the hashes of the full blocks of its known tokens, as far as anybody needed them; while it is not running."""
+    blocks: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     """Blocks owned while reserved or arrived."""
     num_published: int = 0
     """Blocks from the front whose hash is in the prefix cache, while reserved."""
@@ -98,4 +98,5 @@ class Sequence:
         """Brings `chain` up to `num_blocks` blocks. `tokens`: int32, at least num_blocks * block_size known tokens."""
         done = len(self.chain) - 1
         if done < num_blocks:
-            self.chain += chain_hashes(self.chain[-1], tokens[done * block_size : num_blocks * block_size], block_size)
+            hashes = chain_hashes(self.chain[-1].tobytes(), tokens[done * block_size : num_blocks * block_size], block_size)
+            self.chain = np.concatenate((self.chain, to_rows(hashes)))

@@ -130,5 +130,9 @@ class RouterLink:
         self._status_seq += 1
         return self._status_seq
 
+    def status_soon(self) -> None:
+        """Something the router must know: the next status is due now."""
+        self._status_at = self._clock()
+
     def send_status(self, status: ReplicaStatus) -> None:
         self._outbox.append((self.address, status))

@@ -1,13 +1,25 @@
 """Who may take which block, and what can be found in it."""
 
+import numpy as np
 import pytest
 
-from engine.block_manager import BlockManager
+from engine import block_manager
+from engine.block_manager import BlockManager, Int32
+from protocol.block_hash import HASH_BYTES, to_rows
 from protocol.errors import ProtocolError
 
 
-def names(*letters: str) -> list[bytes]:
-    return [letter.encode() for letter in letters]
+def named(letters: str) -> bytes:
+    return letters.encode().ljust(HASH_BYTES)
+
+
+def names(*letters: str) -> Int32:
+    return to_rows(map(named, letters))
+
+
+def lookup(blocks: BlockManager, *letters: str) -> list[int]:
+    hits: list[int] = blocks.lookup(names(*letters)).tolist()
+    return hits
 
 
 def cached(blocks: BlockManager, *letters: str) -> list[int]:
@@ -15,7 +27,7 @@ def cached(blocks: BlockManager, *letters: str) -> list[int]:
     taken = blocks.allocate(len(letters))
     blocks.insert(names(*letters), taken)
     blocks.release(taken)
-    return taken
+    return list(taken.tolist())
 
 
 def test_blank_blocks_go_first_then_the_ones_freed_longest_ago_tails_before_heads() -> None:
@@ -24,21 +36,21 @@ def test_blank_blocks_go_first_then_the_ones_freed_longest_ago_tails_before_head
     second = cached(blocks, "c", "d")
     blank = set(range(1, 7)) - {*first, *second}
     assert set(blocks.allocate(2)) == blank
-    assert blocks.allocate(4) == [*reversed(first), *reversed(second)]
-    assert blocks.lookup(names("a", "b", "c", "d")) == []
+    assert blocks.allocate(4).tolist() == [*reversed(first), *reversed(second)]
+    assert lookup(blocks, "a", "b", "c", "d") == []
     blocks.check()
 
 
 def test_a_hit_is_taken_out_of_the_middle_and_lines_up_again_at_the_end() -> None:
     blocks = BlockManager(5)
     a, b, c, d = cached(blocks, "a", "b", "c", "d")
-    hits = blocks.lookup(names("a", "b", "x"))
+    hits = lookup(blocks, "a", "b", "x")
     assert hits == [a, b]
     assert blocks.num_free_among(hits) == 2
-    blocks.acquire(hits)
+    blocks.allocate(len(hits), np.array(hits, np.int32))
     assert (blocks.num_free, blocks.num_free_among(hits)) == (2, 0)
     blocks.release(hits)
-    assert blocks.allocate(4) == [d, c, b, a]
+    assert blocks.allocate(4).tolist() == [d, c, b, a]
 
 
 def test_block_0_is_never_used_and_too_many_are_refused() -> None:
@@ -55,15 +67,15 @@ def test_the_oldest_of_several_blocks_with_one_hash_is_hit() -> None:
     taken = blocks.allocate(3)
     blocks.insert(names("a", "a"), taken[:2])
     blocks.insert(names("a"), taken[2:])
-    oldest, middle, newest = taken
-    assert blocks.lookup(names("a")) == [oldest]
-    blocks.forget(middle)
-    assert blocks.lookup(names("a")) == [oldest]
-    blocks.forget(oldest)
-    assert blocks.lookup(names("a")) == [newest]
-    blocks.forget(newest)
-    assert blocks.lookup(names("a")) == []
-    assert blocks.take_hash_changes() == ((b"a",), (b"a",))
+    oldest, middle, newest = taken.tolist()
+    assert lookup(blocks, "a") == [oldest]
+    blocks.forget([middle])
+    assert lookup(blocks, "a") == [oldest]
+    blocks.forget([oldest])
+    assert lookup(blocks, "a") == [newest]
+    blocks.forget([newest])
+    assert lookup(blocks, "a") == []
+    assert blocks.take_hash_changes() == ((named("a"),), (named("a"),))
     assert blocks.take_hash_changes() == ((), ())
 
 
@@ -73,7 +85,7 @@ def test_an_evicted_twin_leaves_the_other_to_be_found() -> None:
     blocks.insert(names("a", "a"), taken)
     blocks.release(taken)
     (evicted,) = blocks.allocate(1)
-    (found,) = blocks.lookup(names("a"))
+    (found,) = lookup(blocks, "a")
     assert {evicted, found} == {1, 2}
 
 
@@ -82,7 +94,7 @@ def test_a_block_with_a_hash_keeps_it() -> None:
     taken = blocks.allocate(2)
     blocks.insert(names("a"), taken[:1])
     blocks.insert(names("b", "c"), taken)
-    assert blocks.visible() == {b"a": taken[0], b"c": taken[1]}
+    assert blocks.visible() == {named("a"): taken[0], named("c"): taken[1]}
 
 
 def test_what_is_released_under_a_step_is_free_when_all_steps_scheduled_before_have_committed() -> None:
@@ -106,7 +118,7 @@ def test_a_block_hit_and_released_again_while_kept_back_is_freed_once_and_late()
     blocks.insert(names("a"), taken)
     blocks.step_scheduled()
     blocks.release(taken)
-    blocks.acquire(blocks.lookup(names("a")))
+    blocks.allocate(1, blocks.lookup(names("a")))
     assert blocks.num_quarantined == 0
     blocks.step_scheduled()
     blocks.release(taken)
@@ -141,12 +153,39 @@ def test_freeing_too_often_is_an_error() -> None:
         blocks.release(taken)
 
 
+@pytest.mark.parametrize("unknown", [0, 4, -1])
+def test_a_block_that_nobody_can_own_cannot_be_freed(unknown: int) -> None:
+    blocks = BlockManager(4)
+    taken = blocks.allocate(3).tolist()
+    with pytest.raises(ProtocolError, match=f"block {unknown} was freed more often"):
+        blocks.release([*taken, unknown])
+    assert blocks.all_owned(taken), "nothing has changed"
+
+
+def test_each_block_has_one_hash() -> None:
+    blocks = BlockManager(4)
+    with pytest.raises(ProtocolError, match="1 hashes for 2 blocks"):
+        blocks.insert(names("a"), blocks.allocate(2))
+
+
+def test_of_more_cache_changes_than_are_kept_the_last_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_manager, "MAX_LOGGED_HASHES", 2)
+    blocks = BlockManager(5)
+    taken = cached(blocks, "a", "b", "c")
+    added, removed = blocks.take_hash_changes()
+    assert (set(added), removed) == ({named("b"), named("c")}, ())
+    blocks.forget(taken)
+    cached(blocks, "d")
+    added, removed = blocks.take_hash_changes()
+    assert (added, set(removed)) == ((named("d"),), {named("b"), named("c")})
+
+
 def test_the_queue_of_cached_blocks_survives_many_rounds() -> None:
     blocks = BlockManager(8)
     for turn in range(50):
         cached(blocks, *[f"{turn}-{index}" for index in range(3)])
-        hits = blocks.lookup(names(f"{turn}-0"))
-        blocks.acquire(hits)
+        hits = lookup(blocks, f"{turn}-0")
+        blocks.allocate(len(hits), np.array(hits, np.int32))
         blocks.release(hits)
         blocks.check()
     assert blocks.num_free == 7

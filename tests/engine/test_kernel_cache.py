@@ -10,10 +10,10 @@ import torch
 
 pytest.importorskip("numba")
 
+from engine.kernel_cache import _folder, compiled, compiled_loop, one_compiles
 from engine.models.llama import build_model
 from engine.runners import cpu_kernels
 from engine.runners.cpu_simd import make_widen_row
-from engine.runners.kernel_cache import _folder, compiled, one_compiles
 from engine.runners.torch_cpu import TorchCPURunner
 from tests.engine.tiny_llama import TINY, random_tensors
 
@@ -40,6 +40,21 @@ def test_found_again_under_its_key_and_no_other(tmp_path: Path, monkeypatch: pyt
         assert sum(widen.stats.cache_hits.values()) == hits
         assert out.tolist() == [*range(num), *[0] * (32 - num)]
     assert list(tmp_path.glob("kernels/*/*.nbi"))
+
+
+def test_loops_are_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TWOPASS_CACHE", str(tmp_path))
+    numbers = np.zeros(3, np.int32)
+    for hits in (0, 1):
+
+        def count(numbers: Any) -> None:
+            for i in range(len(numbers)):
+                numbers[i] += i
+
+        loop = compiled_loop(count)
+        loop(numbers)
+        assert sum(loop.stats.cache_hits.values()) == hits
+    assert numbers.tolist() == [0, 2, 4]
 
 
 def test_compiles_in_memory_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

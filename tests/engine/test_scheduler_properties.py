@@ -266,9 +266,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             owners.update(sequence.blocks)
         for blocks in self.owned_outside:
             owners.update(blocks)
-        references = {block: count for block, count in enumerate(scheduler.blocks._references) if count}
+        references = {block: count for block, count in enumerate(scheduler.blocks.references().tolist()) if count}
         assert references == dict(owners)
-        free = {*scheduler.blocks._blank, *scheduler.blocks._cached.in_order()}
+        free = set(scheduler.blocks.free_in_order())
         assert all(free.isdisjoint(blocks) for blocks in self.written), "a block that a step in flight writes into is free"
         assert set(scheduler._state.live) == set(self.requests)
         assert scheduler.num_running <= self.config.max_num_seqs

@@ -1,0 +1,285 @@
+"""The loops over blocks, compiled: a step that lets two sequences in and two out moves some two hundred blocks.
+
+Plain loops over arrays, so that they run as they stand where numba is absent: slower, with the same results. Imported when the first
+`BlockManager` is made, for importing numba takes most of a second. Bounds are not checked: callers know their blocks.
+
+Every function begins with arrays of the block manager (N blocks):
+
+- `blocks` int32 [N, 8]: the columns below. Block 0 is never used: its links are the two ends of the ring of cached blocks, its hash is
+  the one that is being looked for.
+- `index` int32 [a power of two >= 1.5 N, 2]: block by hash, the oldest of those that share one, and the hash's first word. Open
+  addressing: a hash is looked for from slot `first word & mask` on, up to the first empty one (block 0).
+- `counts` int64: the counts below.
+- `log` int32 [2, M, 4]: the last M hashes that became findable, and the last M that ceased to be. Rings.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.loops_compile import compiled_loop, one_compiles
+from protocol.block_hash import HASH_WORDS
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+Int = Any
+"""A Python int, or a number out of an array."""
+
+REFERENCES = 0
+"""How many own the block. Below 0: the serial number of the release that keeps it back for steps in flight, negated."""
+PREVIOUS = 1
+"""Of a cached block: the one freed before it."""
+NEXT = 2
+"""Of a cached block: the one freed after it. Of a blank one: the next to be taken, 0 behind the last."""
+TWIN = 3
+"""The next younger block with the same hash, 0 behind the youngest."""
+UNNAMED = -1
+"""Instead, where the block has no hash."""
+HASH = 4
+"""First of 4 words."""
+NUM_COLUMNS = 8
+
+BLANK = 0
+"""The blank block that is taken next; 0: none."""
+NUM_BLANK = 1
+NUM_CACHED = 2
+NUM_KEPT = 3
+NUM_ADDED = 4
+"""Hashes written to `log[ADDED]` since the last status."""
+NUM_REMOVED = 5
+NUM_COUNTS = 6
+
+ADDED = 0
+REMOVED = 1
+
+
+# ---- one block
+
+
+@compiled_loop
+def _unlink(blocks: Int32, counts: Int64, block: Int) -> None:
+    """Takes a block out of the ring of cached ones."""
+    before, after = blocks[block, PREVIOUS], blocks[block, NEXT]
+    blocks[before, NEXT] = after
+    blocks[after, PREVIOUS] = before
+    counts[NUM_CACHED] -= 1
+
+
+@compiled_loop
+def _push_blank(blocks: Int32, counts: Int64, block: Int) -> None:
+    blocks[block, NEXT] = counts[BLANK]
+    counts[BLANK] = block
+    counts[NUM_BLANK] += 1
+
+
+@compiled_loop
+def _make_free(blocks: Int32, counts: Int64, block: Int) -> None:
+    """A block that nobody owns or uses becomes the last of the cached ones, or the first of the blank ones."""
+    if blocks[block, TWIN] == UNNAMED:
+        _push_blank(blocks, counts, block)
+        return
+    last = blocks[0, PREVIOUS]
+    blocks[last, NEXT] = blocks[0, PREVIOUS] = block
+    blocks[block, PREVIOUS] = last
+    blocks[block, NEXT] = 0
+    counts[NUM_CACHED] += 1
+
+
+@compiled_loop
+def _note(blocks: Int32, counts: Int64, log: Int32, which: Int, block: Int) -> None:
+    """Logs the hash of a block."""
+    at = counts[NUM_ADDED + which] % log.shape[1]
+    for word in range(HASH_WORDS):
+        log[which, at, word] = blocks[block, HASH + word]
+    counts[NUM_ADDED + which] += 1
+
+
+@compiled_loop
+def _write_hash(blocks: Int32, block: Int, hashes: Int32, i: Int) -> None:
+    for word in range(HASH_WORDS):
+        blocks[block, HASH + word] = hashes[i, word]
+
+
+@compiled_loop
+def _slot(blocks: Int32, index: Int32, block: Int) -> Int:
+    """Where in `index` the hash of a block is, or would go."""
+    mask, first = len(index) - 1, blocks[block, HASH]
+    slot = first & mask
+    while index[slot, 0]:
+        if index[slot, 1] == first:
+            found, word = index[slot, 0], 1
+            while word < HASH_WORDS and blocks[found, HASH + word] == blocks[block, HASH + word]:
+                word += 1
+            if word == HASH_WORDS:
+                break
+        slot = (slot + 1) & mask
+    return slot
+
+
+@compiled_loop
+def _empty_slot(index: Int32, slot: Int) -> None:
+    """Empties a slot. What lies behind it, up to the next empty one, moves up as far as its own hash allows."""
+    mask = len(index) - 1
+    hole, at = slot, (slot + 1) & mask
+    while index[at, 0]:
+        home = index[at, 1] & mask
+        if (at - home) & mask >= (at - hole) & mask:
+            index[hole, 0], index[hole, 1] = index[at, 0], index[at, 1]
+            hole = at
+        at = (at + 1) & mask
+    index[hole, 0] = 0
+
+
+@compiled_loop
+def name_block(blocks: Int32, index: Int32, counts: Int64, log: Int32, block: Int, hashes: Int32, i: Int) -> None:
+    """Makes a block findable by `hashes[i]`. No-op if it has a hash already."""
+    if blocks[block, TWIN] != UNNAMED:
+        return
+    blocks[block, TWIN] = 0
+    _write_hash(blocks, block, hashes, i)
+    slot = _slot(blocks, index, block)
+    older = index[slot, 0]
+    if not older:
+        index[slot, 0], index[slot, 1] = block, blocks[block, HASH]
+        _note(blocks, counts, log, ADDED, block)
+        return
+    while blocks[older, TWIN]:
+        older = blocks[older, TWIN]
+    blocks[older, TWIN] = block
+
+
+@compiled_loop
+def _unname(blocks: Int32, index: Int32, counts: Int64, log: Int32, block: Int) -> None:
+    """Makes a block unfindable; the next older one with its hash is found instead."""
+    slot, twin = _slot(blocks, index, block), blocks[block, TWIN]
+    blocks[block, TWIN] = UNNAMED
+    older = index[slot, 0]
+    if older != block:
+        while blocks[older, TWIN] != block:
+            older = blocks[older, TWIN]
+        blocks[older, TWIN] = twin
+    elif twin:
+        index[slot, 0] = twin
+    else:
+        _empty_slot(index, slot)
+        _note(blocks, counts, log, REMOVED, block)
+
+
+@compiled_loop
+def pop(blocks: Int32, index: Int32, counts: Int64, log: Int32) -> Int:
+    """Takes a free block, blank or else freed first, with one reference."""
+    if counts[NUM_BLANK]:
+        block = counts[BLANK]
+        counts[BLANK] = blocks[block, NEXT]
+        counts[NUM_BLANK] -= 1
+    else:
+        block = blocks[0, NEXT]
+        _unlink(blocks, counts, block)
+        _unname(blocks, index, counts, log, block)
+    blocks[block, REFERENCES] = 1
+    return block
+
+
+# ---- many blocks
+
+
+@compiled_loop
+def take(blocks: Int32, index: Int32, counts: Int64, log: Int32, taken: Int32, num_found: Int) -> None:
+    """One more reference to each of the first `num_found` of `taken`; free blocks fill the rest of it."""
+    for block in taken[:num_found]:
+        if not blocks[block, REFERENCES]:
+            _unlink(blocks, counts, block)
+        elif blocks[block, REFERENCES] < 0:
+            blocks[block, REFERENCES] = 0
+            counts[NUM_KEPT] -= 1
+        blocks[block, REFERENCES] += 1
+    for i in range(num_found, len(taken)):
+        taken[i] = pop(blocks, index, counts, log)
+
+
+@compiled_loop
+def release(blocks: Int32, counts: Int64, given: Int32, serial: Int, kept: Int32) -> Int:
+    """One reference less to each of `given`, from the last to the first. Those left without one are free, or with a `serial` (> 0) kept
+    back under it and written to `kept` (as long as `given`). Returns how many were; -1 - i, changing nothing, if nobody owns given[i]."""
+    for i in range(len(given)):
+        if given[i] < 1 or given[i] >= len(blocks) or blocks[given[i], REFERENCES] <= 0:
+            return -1 - i
+    num_kept = 0
+    for block in given[::-1]:
+        blocks[block, REFERENCES] -= 1
+        if blocks[block, REFERENCES]:
+            continue
+        if not serial:
+            _make_free(blocks, counts, block)
+            continue
+        blocks[block, REFERENCES] = -serial
+        counts[NUM_KEPT] += 1
+        kept[num_kept] = block
+        num_kept += 1
+    return num_kept
+
+
+@compiled_loop
+def free_kept(blocks: Int32, counts: Int64, kept: Int32, serial: Int) -> None:
+    """Frees those of `kept` that still wait under this serial number."""
+    for block in kept:
+        if blocks[block, REFERENCES] == -serial:
+            blocks[block, REFERENCES] = 0
+            counts[NUM_KEPT] -= 1
+            _make_free(blocks, counts, block)
+
+
+@compiled_loop
+def count_free(blocks: Int32, among: Int32) -> Int:
+    """How many of `among` are free."""
+    count = 0
+    for block in among:
+        if not blocks[block, REFERENCES]:
+            count += 1
+    return count
+
+
+@compiled_loop
+def find(blocks: Int32, index: Int32, wanted: Int32, found: Int32) -> Int:
+    """Writes the blocks that hold a chain of hashes [n, 4] to `found` [n], up to the first that none holds. Returns their number."""
+    for i in range(len(wanted)):
+        _write_hash(blocks, 0, wanted, i)
+        found[i] = index[_slot(blocks, index, 0), 0]
+        if not found[i]:
+            return i
+    return len(wanted)
+
+
+@compiled_loop
+def name(blocks: Int32, index: Int32, counts: Int64, log: Int32, named: Int32, names: Int32) -> None:
+    """Makes blocks findable, each by its hash; those that have one keep it."""
+    for i in range(len(named)):
+        name_block(blocks, index, counts, log, named[i], names, i)
+
+
+@compiled_loop
+def forget(blocks: Int32, index: Int32, counts: Int64, log: Int32, forgotten: Int32) -> None:
+    """Makes blocks unfindable; those that are stay so."""
+    for block in forgotten:
+        if blocks[block, TWIN] == UNNAMED:
+            continue
+        if not blocks[block, REFERENCES]:
+            _unlink(blocks, counts, block)
+            _push_blank(blocks, counts, block)
+        _unname(blocks, index, counts, log, block)
+
+
+def compile_all() -> None:
+    """Calls every loop once, with nothing to do."""
+    line, plane, space = (np.zeros((0,) * num_axes, np.int32) for num_axes in (1, 2, 3))
+    counts = np.zeros(NUM_COUNTS, np.int64)
+    arrays = plane, plane, counts, space
+    with one_compiles(__file__):
+        take(*arrays, line, 0)
+        release(plane, counts, line, 0, line)
+        free_kept(plane, counts, line, 0)
+        count_free(plane, line)
+        find(plane, plane, plane, line)
+        name(*arrays, line, plane)
+        forget(*arrays, line)

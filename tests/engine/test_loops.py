@@ -1,0 +1,49 @@
+"""The compiled loops: compiled before the first step and never after, and not needed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.engine.chain_model import answer_of
+from tests.engine.scheduler_driver import Driver, key_of
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_no_step_waits_for_a_compiler() -> None:
+    """An array of another type or layout than at the start would make numba compile a loop once more."""
+    pytest.importorskip("numba")
+    engine = Driver(11, preemption="swap", num_host_blocks=20, eos_token_ids=(10**6,))
+    for index in range(4):
+        engine.add(f"r{index}", 9, max_tokens=12, first=index // 2, stop_token_ids=(10**6,))
+    engine.schedule()
+    engine.schedule()
+    engine.scheduler.abort(key_of("r1"))
+    engine.commit()
+    engine.commit()
+    engine.add("remote", 9, kv="remote")
+    engine.scheduler.offer(key_of("remote"))
+    batches = []
+    while engine.schedule()[0]:
+        batches.append(engine.batches[0])
+        engine.commit()
+    assert any(batch.swap_out is not None for batch in batches) and engine.scheduler.num_reserved
+    drafts = Driver(20, num_speculative_tokens=2)
+    request = drafts.add("a", 9, max_tokens=12)
+    drafts.model.answers[request.key] = answer_of(request.prompt_token_ids.tolist(), 12, max_model_len=64, stops=frozenset())
+    drafts.model.num_prompt[request.key] = 9
+    drafts.run()
+    blocks, sequences = engine.scheduler.blocks.loops, engine.scheduler._state.table.loops
+    for loop in (blocks.take, blocks.release, blocks.free_kept, blocks.count_free, blocks.find, blocks.name, blocks.forget):
+        assert len(loop.signatures) == 1, loop
+    for loop in (*(sequences.place, sequences.name_filled, sequences.launch, sequences.append), sequences.close_gaps, sequences.follow):
+        assert len(loop.signatures) == 1, loop
+
+
+def test_without_numba_they_do_the_same() -> None:
+    code = "import sys, pytest; sys.modules['numba'] = None; sys.exit(pytest.main(['-q', '-x', '-p', 'no:cacheprovider', *sys.argv[1:]]))"
+    tests = [f"tests/engine/test_{name}.py" for name in ("block_manager", "conformance", "depth")]
+    result = subprocess.run([sys.executable, "-c", code, *tests], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout

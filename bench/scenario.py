@@ -1,18 +1,20 @@
-"""What one simulated run consists of: engines, clients, speeds and faults. The event heap (bench/simulator.py) plays it.
+"""What one simulated run consists of: engines, clients, speeds and faults. The event heap (bench/simulation.py) plays it.
 
-`drawn` makes one from a seed, small and nasty; `LoadScenario` in bench/load.py makes one from a configuration and a workload.
+`drawn` makes one from a seed, small and nasty; bench/load.py makes one from a configuration and a workload.
 """
 
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Literal
 
 import numpy as np
 
 from engine.config import EngineConfig
 from engine.runner import Batch
-from engine.runners.arithmetic import expected_tokens
+from engine.runners.arithmetic import ArithmeticRunner, expected_tokens
+from kv_transfer.config import TransferConfig
 from protocol.errors import RequestError
 from protocol.messages import RequestKey, SamplingParams, TokenLogprobs
 from router.admission import ClientRequest
@@ -21,6 +23,10 @@ from router.request import Ended
 
 HORIZON_S = 400.0
 """Virtual seconds after which a run that is not quiet counts as stuck."""
+MAX_MODEL_LEN = 96
+MODES: tuple[Literal["strict", "auto", "off"], ...] = ("strict", "auto", "auto", "auto", "off")
+TRANSFER = TransferConfig(lease_s=1.0, revoke_s=1.0, pull_timeout_s=2.0)
+"""A lease outlives a renewal that is as late as the wire can make it (a third of it, a tick, 0.3 s), and little more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +35,12 @@ class Faults:
 
     cancel: float = 0.0
     deadline: float = 0.0
+    stop_reading: float = 0.0
+    """A client takes no more tokens."""
     duplicate: float = 0.0
     pull_failure: float = 0.0
+    corruption: float = 0.0
+    """A bit of a pulled block is flipped, in runs with checksums."""
     early_timer: float = 0.0
     """A timer of an engine fires now, whatever its time."""
     dead_lease: float = 0.0
@@ -41,6 +51,9 @@ class Faults:
     router_kills: int = 0
     drains: int = 0
     """Most engines drained, ended and replaced in one run."""
+    scale_ups: int = 0
+    scale_downs: int = 0
+    """Most engines drained and ended for good in one run."""
     stall: float = 0.0
     """A step takes seconds."""
 
@@ -48,15 +61,19 @@ class Faults:
 NO_FAULTS = Faults()
 ALL_FAULTS = Faults(
     cancel=0.15,
-    deadline=0.05,
+    deadline=0.1,
+    stop_reading=0.05,
     duplicate=0.05,
     pull_failure=0.05,
+    corruption=0.05,
     early_timer=0.02,
     dead_lease=0.04,
     step_failure=0.005,
     kills=2,
     router_kills=1,
     drains=1,
+    scale_ups=1,
+    scale_downs=1,
     stall=0.002,
 )
 
@@ -69,12 +86,18 @@ class Client:
     expected: list[int]
     submit_at: float
     cancel_after_s: float | None = None
+    stops_after: int | None = None
+    """Takes so many tokens and no more; None: takes all at once."""
     received: list[int] = field(default_factory=list)
     received_at: list[float] = field(default_factory=list)
     """One virtual time per token."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_checked: int = 0
+    """Of `received`, tokens that the invariants have looked at."""
     ended: Ended | None = None
     refused: RequestError | None = None
+    overflown: bool = False
+    """More tokens waited for it than the router keeps."""
     lost: bool = False
     """Its router died: nobody owes it anything."""
 
@@ -104,6 +127,9 @@ class Scenario:
     copy_block_s: float
     """Between cache and host memory, one way."""
     horizon_s: float = HORIZON_S
+    transfer: TransferConfig = TRANSFER
+    runner: Callable[..., ArithmeticRunner] = ArithmeticRunner
+    """Takes (cache, num_host_blocks=)."""
 
 
 class HalfRight:
@@ -147,6 +173,11 @@ def drawn(
         router=RouterConfig(
             max_attempts=10,
             policy=draw.choice(["round_robin", "least_loaded", "prefix_aware"]),
+            disaggregation=draw.choice(MODES if num_prefill else MODES[1:]),
+            max_queue=draw.choice([8, 1024, 1024]),
+            queue_ttl_s=draw.choice([None, None, 2.0]) if faults.deadline else None,
+            max_buffered_tokens=draw.choice([3, 6]),
+            write_timeout_s=draw.choice([0.3, 30.0]),
             min_disaggregated_tokens=draw.choice([0, 0, 0, 6]) if faults is not NO_FAULTS else 0,
         ),
         clients=_draw_clients(draw, num_requests, faults, tight),
@@ -155,6 +186,7 @@ def drawn(
         wire_seconds=partial(_draw_wire, draw),
         block_seconds=partial(_draw_block, draw, faults),
         copy_block_s=draw.choice([0.0001, 0.01]),
+        transfer=replace(TRANSFER, checksum=draw.random() < 0.4),
     )
 
 
@@ -162,12 +194,14 @@ def _draw_engine(draw: random.Random) -> EngineConfig:
     return EngineConfig(
         max_num_batched_tokens=draw.choice([6, 16, 40, 256]),
         max_num_seqs=draw.choice([2, 4, 16]),
-        max_model_len=96,
+        max_model_len=MAX_MODEL_LEN,
         block_size=4,
         num_blocks=draw.choice([26, 32, 60]),
         enable_prefix_caching=draw.choice([True, True, False]),
         long_prefill_token_threshold=draw.choice([0, 0, 5]),
         async_scheduling=draw.random() < 0.4,
+        scheduling_policy=draw.choice(["fcfs", "fcfs", "priority"]),
+        watermark=draw.choice([0.0, 0.0, 0.1]),
     )
 
 
@@ -175,6 +209,7 @@ def _draw_decode(draw: random.Random, config: EngineConfig, tight: bool) -> Engi
     config = replace(
         config,
         preemption=draw.choice(["recompute", "swap", "swap", "remote", "auto", "auto"]),
+        prompt_reservation=draw.choice(["check", "check", "none", "hold"]),
         num_host_blocks=draw.choice([8, 30, 60]),
         num_speculative_tokens=0 if config.async_scheduling else draw.choice([0, 2, 5]),
     )
@@ -190,21 +225,25 @@ def _draw_clients(draw: random.Random, count: int, faults: Faults, tight: bool) 
         shared = draw.choice(families)[: draw.choice([0, 4, 8] if tight else [0, 4, 8, 16, 30])]
         prompt = shared + [draw.randrange(32000) for _ in range(draw.choice([1, 3, 4, 9] if tight else [1, 3, 4, 9, 20]))]
         num_tokens = draw.choice([12, 24, 36] if tight else [1, 2, 5, 12, 24])
+        if draw.random() < 0.03:  # can never fit: longer than the model, or together with its answer than any pool
+            prompt, num_tokens = draw.choice([(prompt * 96, 1), (prompt[:1] * 60, 400)])
         sampling = SamplingParams(temperature=1.0, seed=index, logprobs=1) if index % 2 else SamplingParams()
-        answer = expected_tokens(prompt, num_tokens, seed=sampling.seed or 0)
+        answer = expected_tokens(prompt, max(1, min(num_tokens, MAX_MODEL_LEN - len(prompt))), seed=sampling.seed or 0)
         stop: tuple[int, ...] = (draw.choice(answer),) if draw.random() < 0.2 else ()
         request = ClientRequest(
             request_id=f"r{index}",
             prompt_token_ids=np.array(prompt, np.int32),
             max_tokens=num_tokens,
             sampling=replace(sampling, stop_token_ids=stop),
+            priority=draw.choice([0, 0, 1, 50]),
             deadline_s=draw.uniform(0.02, 1.0) if draw.random() < faults.deadline else None,
             cache_salt=draw.choice(["", "", "tenant"]),
         )
         if stop:
             answer = answer[: answer.index(stop[0]) + 1]
         cancel_after_s = draw.uniform(0.0, 0.5) if draw.random() < faults.cancel else None
-        clients.append(Client(request, answer, 0.5 + draw.uniform(0.0, window_s), cancel_after_s))
+        stops_after = draw.choice([0, 1, 4]) if draw.random() < faults.stop_reading else None
+        clients.append(Client(request, answer, 0.5 + draw.uniform(0.0, window_s), cancel_after_s, stops_after))
     return clients
 
 

@@ -227,6 +227,8 @@ class DecodeService:
         self._link.flush()
         if batch is not None:
             self._steps.scheduled(batch)
+        elif any(self._entries[reserved.key].state is DecodeState.RUNNING for reserved in events.reserved if reserved.key in self._entries):
+            return self.schedule()  # its whole prompt was cached here, so it has arrived meanwhile, and nothing else would wake us
         return batch
 
     def commit(self, output: StepOutput) -> None:
@@ -385,6 +387,7 @@ class DecodeService:
 
     def _on_drain(self, envelope: Envelope) -> None:
         self._drain_at = self._clock() + cast(Drain, envelope.message).deadline_s
+        self._link.status_soon()
 
     # ---- pulls
 

@@ -318,6 +318,7 @@ class PrefillService:
 
     def _on_drain(self, envelope: Envelope) -> None:
         self._drain_at = self._clock() + cast(Drain, envelope.message).deadline_s
+        self._link.status_soon()
 
     # ---- steps
 

@@ -5,17 +5,22 @@ from typing import Any
 
 import pytest
 
-from bench.invariants import Violation
 from bench.simulator import run_seeds
+from bench.violation import Violation
 from decode_pool.pulls import Pulls
 from decode_pool.service import Decode, DecodeService
 from engine import admission
+from engine.runner import Batch, StepOutput
 from engine.scheduler_state import SchedulerState
-from engine.sequence import Sequence
-from kv_transfer.state import DecodeEvent
-from prefill_pool.service import PrefillService
+from engine.sequence import Request, Sequence
+from engine.step_counts import StepCounts
+from kv_transfer.state import DecodeEvent, PrefillEvent
+from prefill_pool.service import Prefill, PrefillService
 from protocol.errors import PullFailed, RequestCancelled, RequestError
-from protocol.messages import Address, EndKind, Envelope, FinishReason, Int32, KVRelease, KVRenew
+from protocol.messages import Address, EndKind, Envelope, FinishReason, KVRelease, KVRenew
+from router import policy
+from router.admission import ClientRequest, Limits
+from router.policy import Pick
 from router.request import Open, Tokens
 from router.router import Router
 
@@ -36,9 +41,9 @@ def release_ignored(patch: pytest.MonkeyPatch) -> None:
 
 
 def router_does_not_deduplicate(patch: pytest.MonkeyPatch) -> None:
-    def deliver(self: Router, entry: Open, sender: Address, offset: int, token_ids: Int32, now: float) -> None:
+    def deliver(self: Router, entry: Open, sender: Address, offset: int, token_ids: list[int], now: float) -> None:
         original(self, entry, sender, offset, token_ids[:0], now)
-        entry.delivered.extend(token_ids.tolist())
+        entry.delivered.extend(token_ids)
         self.events.append(Tokens(entry.request.request_id, token_ids))
 
     original = Router._deliver
@@ -52,7 +57,7 @@ def lease_word_not_read(patch: pytest.MonkeyPatch) -> None:
 def hashes_visible_before_verification(patch: pytest.MonkeyPatch) -> None:
     def reserve(state: SchedulerState, sequence: Sequence) -> bool:
         reserved = original(state, sequence)
-        if reserved:
+        if reserved and state.config.enable_prefix_caching:
             end = sequence.num_first // state.config.block_size
             state.blocks.insert(sequence.chain[1 : end + 1], sequence.blocks[:end])
         return reserved
@@ -123,25 +128,159 @@ def retry_after_the_terminal_event(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Router, "_close", close)
 
 
+# ---- I4
+
+
+def deadline_not_kept_in_the_routers_queue(patch: pytest.MonkeyPatch) -> None:
+    def submit(self: Router, request: ClientRequest) -> None:
+        original(self, request)
+        self._timers.cancel(self._num_slots - 1)
+
+    original = Router.submit
+    patch.setattr(Router, "submit", submit)
+
+
+# ---- I6
+
+
+def lease_ended_without_an_answer(patch: pytest.MonkeyPatch) -> None:
+    def revoke(self: PrefillService, entry: Prefill, event: PrefillEvent, reason: str, *, report: bool) -> None:
+        original(self, entry, event, reason, report=report)
+        self._forget(entry, PrefillEvent.REVOKE_TIMER)
+
+    original = PrefillService._revoke
+    patch.setattr(PrefillService, "_revoke", revoke)
+
+
+def refused_after_it_was_consumed(patch: pytest.MonkeyPatch) -> None:
+    def drop(self: DecodeService, entry: Decode, event: DecodeEvent, reason: str) -> None:
+        if entry.handoff is not None and entry.source is not None:
+            self._refuse(entry.source, entry.key, entry.handoff.lease_id, reason)
+        self._forget(entry, event)
+
+    patch.setattr(DecodeService, "_drop", drop)
+
+
+# ---- I9
+
+
+def arrived_ones_wait_behind_the_line(patch: pytest.MonkeyPatch) -> None:
+    def seat(state: SchedulerState, budget: int) -> list[int]:
+        return [] if len(state.line) else admission.seat_arrived(state, budget)
+
+    patch.setattr("engine.scheduler.seat_arrived", seat)
+
+
+def destination_without_the_next_tokens_slot(patch: pytest.MonkeyPatch) -> None:
+    def num_tokens(request: Request) -> int:
+        return len(request.prompt_token_ids)
+
+    patch.setattr(admission, "_num_remote_tokens", num_tokens)
+
+
+def what_can_never_fit_is_accepted(patch: pytest.MonkeyPatch) -> None:
+    def check(self: Limits, request: ClientRequest) -> int:
+        return min(request.max_tokens or self.max_model_len, max(1, self.max_model_len - len(request.prompt_token_ids)))
+
+    patch.setattr(Limits, "check", check)
+
+
+# ---- I10
+
+
+def retry_counted_as_accepted(patch: pytest.MonkeyPatch) -> None:
+    def requeue(self: Router, entry: Open, *, front: bool) -> None:
+        self.counters["accepted"] += 1
+        original(self, entry, front=front)
+
+    original = Router._requeue
+    patch.setattr(Router, "_requeue", requeue)
+
+
+def seconds_booked_twice(patch: pytest.MonkeyPatch) -> None:
+    def spent(self: Open, stage: str, now: float) -> None:
+        self.stages[stage] = self.stages.get(stage, 0.0) + now - self.since
+
+    patch.setattr(Open, "spent", spent)
+
+
+def failed_steps_counted(patch: pytest.MonkeyPatch) -> None:
+    def scheduled(self: StepCounts, batch: Batch) -> None:
+        original(self, batch)
+        self._counters["scheduled_tokens"] += batch.num_tokens
+
+    def committed(self: StepCounts, batch: Batch, output: StepOutput) -> None:
+        original_committed(self, batch, output)
+        self._counters["scheduled_tokens"] -= batch.num_tokens
+
+    original, original_committed = StepCounts.scheduled, StepCounts.committed
+    patch.setattr(StepCounts, "scheduled", scheduled)
+    patch.setattr(StepCounts, "committed", committed)
+
+
+# ---- I12
+
+
+def strict_falls_back(patch: pytest.MonkeyPatch) -> None:
+    def pick(*args: Any, disaggregation: str, min_disaggregated_tokens: int) -> Pick | None:
+        mode: Any = "auto" if disaggregation == "strict" else disaggregation
+        return policy.pick(*args, disaggregation=mode, min_disaggregated_tokens=min_disaggregated_tokens)
+
+    patch.setattr("router.router.pick", pick)
+
+
+def everything_counts_as_disaggregated(patch: pytest.MonkeyPatch) -> None:
+    def close(self: Router, entry: Open, finish_reason: FinishReason | None, error: RequestError | None) -> None:
+        entry.split = True
+        original(self, entry, finish_reason, error)
+
+    original = Router._close
+    patch.setattr(Router, "_close", close)
+
+
+# ---- checksums
+
+
+def checksums_not_compared(patch: pytest.MonkeyPatch) -> None:
+    def init(self: Pulls, transport: Any, clock: Any, checksum: Any) -> None:
+        original(self, transport, clock, None)
+
+    original = Pulls.__init__
+    patch.setattr(Pulls, "__init__", init)
+
+
 @pytest.mark.parametrize(
-    "plant",
+    ("plant", "found"),
     [
-        free_at_abort_while_a_pull_runs,
-        release_ignored,
-        router_does_not_deduplicate,
-        lease_word_not_read,
-        hashes_visible_before_verification,
-        release_sent_twice,
-        lease_not_renewed,
-        offer_to_a_replica_that_was_replaced,
-        counter_not_decremented_on_reject,
-        deadline_only_checked_when_busy,
-        retry_after_the_terminal_event,
+        (free_at_abort_while_a_pull_runs, ":"),
+        (release_ignored, ":"),
+        (router_does_not_deduplicate, "I13"),
+        (lease_word_not_read, ":"),
+        (hashes_visible_before_verification, "I8"),
+        (release_sent_twice, "I6"),
+        (lease_not_renewed, ":"),
+        (offer_to_a_replica_that_was_replaced, ":"),
+        (counter_not_decremented_on_reject, "I5"),
+        (deadline_only_checked_when_busy, ":"),
+        (retry_after_the_terminal_event, "I13"),
+        (deadline_not_kept_in_the_routers_queue, "I4"),
+        (lease_ended_without_an_answer, "I6"),
+        (refused_after_it_was_consumed, "I6"),
+        (arrived_ones_wait_behind_the_line, "I9"),
+        (destination_without_the_next_tokens_slot, "I9"),
+        (what_can_never_fit_is_accepted, "I9"),
+        (retry_counted_as_accepted, "I10"),
+        (seconds_booked_twice, "I10"),
+        (failed_steps_counted, "I10"),
+        (strict_falls_back, "I12"),
+        (everything_counts_as_disaggregated, "I12"),
+        (checksums_not_compared, ":"),
     ],
-    ids=lambda plant: plant.__name__,
+    ids=lambda value: getattr(value, "__name__", value),
 )
-def test_planted_bug_is_caught(plant: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_bug_is_caught(plant: Patch, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`found`: the invariant that has to say so; ":": whichever comes first."""
     plant(monkeypatch)
-    with pytest.raises(Violation) as caught:
+    with pytest.raises(Violation, match=found) as caught:
         run_seeds(1, 200)
     print(f"\n{plant.__name__}: {caught.value}")

@@ -6,9 +6,9 @@ from itertools import product
 
 import pytest
 
-from bench.invariants import Violation
 from bench.scenario import ALL_FAULTS, NO_FAULTS, Faults, drawn
 from bench.simulator import Simulation
+from bench.violation import Violation
 from engine.host_pool import HostPool
 from engine.runner import Batch, Int32, StepOutput
 from engine.runners.host_copies import HostCopies
@@ -23,7 +23,7 @@ FAILING_STEPS = Faults(step_failure=0.1)
 def run(num_seeds: int, *loads: Faults) -> Counter[str]:
     """What the engines that were there at the end counted."""
     counted: Counter[str] = Counter()
-    for faults, seed in product(loads, range(1, num_seeds + 1)):
+    for seed, faults in product(range(1, num_seeds + 1), loads):
         simulation = Simulation(drawn(seed, num_decode=1 + seed % 2, num_requests=24, faults=faults, tight=True))
         simulation.run()
         for replica in simulation.replicas.values():
@@ -98,5 +98,5 @@ def host_blocks_kept_by_the_dead(patch: pytest.MonkeyPatch) -> None:
 def test_planted_bug_is_caught(plant: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     with pytest.raises(Violation) as caught:
-        run(60, NO_FAULTS, ALL_FAULTS, FAILING_STEPS)
+        run(60, FAILING_STEPS, ALL_FAULTS, NO_FAULTS)
     print(f"\n{plant.__name__}: {caught.value}")

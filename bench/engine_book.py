@@ -1,0 +1,164 @@
+"""One life of an engine, counted from outside and held against its own counters: I6 (leases), I9 (who arrived sits down), I10."""
+
+from collections import Counter
+
+from bench.replica import Replica
+from bench.violation import Violation
+from decode_pool.service import DecodeService
+from engine.runner import Batch
+from engine.sequence import Sequence
+from kv_transfer.lease import LeaseTable, Words
+from protocol.clock import VirtualClock
+from protocol.messages import ROUTER_ID, AbortRequest, Envelope, GenerateRequest, KVHandoff, KVRelease, KVRevoke, RequestKey, StepTokens
+
+_COUNTERS = ("requests", "steps", "scheduled_tokens", "generated_tokens")
+_PREFILL_COUNTERS = (*_COUNTERS, "prompt_tokens", "handoffs", "consumed", "refused", "expired")
+_DECODE_COUNTERS = (*_COUNTERS, "pulls")
+
+
+class WatchedLeases(LeaseTable):
+    """Tells the book of every word that is written or cleared."""
+
+    def __init__(self, words: Words, epoch: int, book: "EngineBook") -> None:
+        super().__init__(words, epoch)
+        self._book = book
+
+    def write(self, slot: int, lease_id: int) -> None:
+        super().write(slot, lease_id)
+        self._book.lease_begins(lease_id)
+
+    def clear(self, slot: int) -> None:
+        self._book.lease_ends(int(self._words[slot]))
+        super().clear(slot)
+
+
+class EngineBook:
+    """Every method raises Violation."""
+
+    def __init__(self, seed: int, clock: VirtualClock, replica: Replica) -> None:
+        self._seed, self._clock, self._replica, self._name = seed, clock, replica, replica.name
+        self._counted: Counter[str] = Counter()
+        """By the name of the service's own counter."""
+        self._leases: dict[int, str] = {}
+        """By lease id, how it ended; "" while it is live."""
+        self._met: Counter[RequestKey] = Counter()
+        """Times a decode engine came to know of an attempt: as often it may release its lease."""
+        self._repeats: set[tuple[int, int, int]] = set()
+        """(router epoch, slot, attempt) whose first row will repeat the token that a prefill engine sampled."""
+        self._router_epoch = 0
+        """Newest met."""
+
+    def _violation(self, what: str) -> Violation:
+        return Violation(self._seed, self._clock.now, what)
+
+    def _require(self, holds: bool, what: str) -> None:
+        if not holds:
+            raise self._violation(what)
+
+    # ---- leases: I6
+
+    def lease_table(self, words: Words) -> LeaseTable:
+        return WatchedLeases(words, self._replica.address.epoch, self)
+
+    def lease_begins(self, lease_id: int) -> None:
+        self._require(lease_id not in self._leases, f"I6: lease {lease_id:#x} of {self._name} begins twice")
+        self._leases[lease_id] = ""
+
+    def lease_ends(self, lease_id: int) -> None:
+        """Only by decode's answer, a lost peer, or a timer: whatever else ends an attempt revokes its lease, and waits."""
+        self._require(self._leases.get(lease_id) == "", f"I6: lease {lease_id:#x} of {self._name} ends twice")
+        message = self._replica.doing.message if self._replica.doing is not None else None
+        if isinstance(message, KVRelease) and message.lease_id == lease_id:
+            how: str = message.outcome
+        elif isinstance(message, AbortRequest) and message.reason == "peer_lost":
+            how = "peer_lost"
+        elif message is None and self._replica.service.counters["expired"] > self._counted["expired"]:
+            how = "expired"
+        else:
+            cause = "without an answer" if message is None else f"at a {type(message).__name__}"
+            raise self._violation(f"I6: lease {lease_id:#x} of {self._name} ends {cause}")
+        self._leases[lease_id] = how
+        self._counted[how] += 1
+
+    # ---- at the wire
+
+    def hears(self, envelope: Envelope) -> None:
+        """What the service is about to handle."""
+        message = envelope.message
+        if envelope.sender.replica_id == ROUTER_ID:
+            self._router_epoch = max(self._router_epoch, envelope.sender.epoch)
+        if not isinstance(message, GenerateRequest | KVHandoff | KVRevoke):
+            return
+        known = self._replica.service.keys()
+        self._met[message.key] += message.key not in known
+        if envelope.receiver != self._replica.address:
+            return
+        if isinstance(message, KVHandoff):
+            self._router_epoch = max(self._router_epoch, message.key.router_epoch)
+        elif isinstance(message, GenerateRequest) and message.key.router_epoch == self._router_epoch:
+            self._counted["requests"] += 1
+            if message.role == "decode":
+                self._repeats.add((message.key.router_epoch, message.slot, message.key.attempt))
+
+    def says(self, envelope: Envelope) -> None:
+        """What the service has put out. I6: decode answers once for each time it came to know of an attempt."""
+        message = envelope.message
+        if isinstance(message, StepTokens):
+            self._counted["generated_tokens"] += len(message.token_ids) - self._num_repeated(message)
+        elif isinstance(message, KVHandoff):
+            self._counted["handoffs"] += 1
+        elif isinstance(message, KVRelease):
+            self._met[message.key] -= 1
+            once = self._met[message.key] >= 0
+            self._require(once, f"I6: {self._name} releases lease {message.lease_id:#x} again: {message.outcome}")
+
+    def _num_repeated(self, message: StepTokens) -> int:
+        if not self._repeats:
+            return 0
+        rows = zip(message.slots.tolist(), message.attempts.tolist(), strict=True)
+        repeated = self._repeats.intersection((message.router_epoch, slot, attempt) for slot, attempt in rows)
+        self._repeats -= repeated
+        return len(repeated)
+
+    # ---- steps and pulls
+
+    def commits(self, batch: Batch) -> None:
+        self._counted.update(steps=1, scheduled_tokens=batch.num_tokens, prompt_tokens=batch.num_tokens)
+
+    def pulls(self) -> None:
+        self._counted["pulls"] += 1
+
+    def standing(self) -> list[Sequence]:
+        """Who has arrived and has no seat. I9: each owns what its next step needs."""
+        standing, blocks = list(self._replica.scheduler._state.arrived), self._replica.scheduler.blocks
+        for sequence in standing:
+            request, num_prompt = sequence.request, len(sequence.request.prompt_token_ids)
+            num_slots = min(num_prompt + 1, num_prompt + request.max_tokens - 1)
+            owned = len(sequence.blocks) * self._replica.config.block_size >= num_slots and blocks.all_owned(sequence.blocks)
+            self._require(owned, f"I9: {request.key.request_id} arrived at {self._name} and lacks blocks")
+        return standing
+
+    def check_seats(self, standing: list[Sequence], batch: Batch | None) -> None:
+        """I9: who stood before this schedule sits now, unless there is no seat or no token; and an idle engine leaves nobody standing."""
+        state = self._replica.scheduler._state
+        if not state.arrived:
+            return
+        if batch is None:
+            if self._replica.executing:
+                return  # put off until the step in flight has committed
+            standing = list(state.arrived)
+        left = [sequence.request.key.request_id for sequence in standing if sequence in state.arrived]
+        room = self._replica.config.max_num_batched_tokens - (batch.num_tokens if batch is not None else 0)
+        self._require(not left or room <= 0 or not state.has_seat(), f"I9: {self._name} leaves {left} standing")
+
+    # ---- the end
+
+    def check(self) -> None:
+        """At the end of the engine's life, or of the run: its counters say what happened."""
+        service = self._replica.service
+        for name in _PREFILL_COUNTERS if self._replica.is_prefill else _DECODE_COUNTERS:
+            told, counted = service.counters[name], self._counted[name]
+            self._require(told == counted, f"I10: {self._name} counts {told:g} {name}, {counted} were")
+        live = [lease_id for lease_id, how in self._leases.items() if not how]
+        num_held = 0 if isinstance(service, DecodeService) else len(service.leases())
+        self._require(len(live) == num_held, f"I6: {self._name} holds {num_held} leases, {len(live)} have not ended")

@@ -1,0 +1,231 @@
+"""The engines of a simulated run and what `engine/loop.py` does for real ones: messages, ticks, steps, pulls."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+
+from bench.heap import Heap
+from bench.ledger import Ledger
+from bench.replica import Replica, build
+from bench.router_shell import TICK_S, RouterShell
+from bench.scenario import HalfRight, Scenario
+from bench.violation import Violation
+from bench.wire import Wire, text
+from decode_pool.service import DecodeService
+from engine.runner import Batch
+from kv_transfer.lease import LeaseTable, Words
+from kv_transfer.local import LocalNetwork, LocalPull
+from protocol.messages import ROUTER_ID, Address, Envelope
+
+
+class Engines:
+    """Those that live, by replica id; `touched`: those to which something happened since the invariants looked last."""
+
+    def __init__(
+        self, heap: Heap, scenario: Scenario, wire: Wire, shell: RouterShell, epochs: Iterator[int], ledger: Ledger | None
+    ) -> None:
+        self._heap, self._scenario, self._wire, self._shell = heap, scenario, wire, shell
+        self._epochs, self._ledger = epochs, ledger
+        self.network = LocalNetwork()
+        self.replicas: dict[str, Replica] = {}
+        self.touched: dict[str, Replica] = {}
+        self._moving: set[int] = set()
+        """Pulls that move, by identity."""
+
+    def start(self, name: str) -> Replica:
+        address = Address(name, next(self._epochs))
+        is_decode = name.startswith("decode")
+        replica = build(
+            self._scenario,
+            address,
+            network=self.network,
+            clock=self._heap.clock,
+            proposer=HalfRight(self._scenario.seed, self._shell.clients) if is_decode else None,
+            leases_of=self._lease_table,
+        )
+        self.replicas[name] = replica
+        self._wire.inlets[name] = partial(self._arrived, replica)
+        self._heap.note(f"start {name} epoch {address.epoch}")
+        if self._shell.alive:
+            self._shell.router.replica_started(address)
+            self._shell.flush()
+        self._tick(replica)
+        return replica
+
+    def _lease_table(self, replica: Replica, words: Words) -> LeaseTable:
+        if self._ledger is not None:
+            return self._ledger.engine(replica).lease_table(words)
+        return LeaseTable(words, replica.address.epoch)
+
+    def end(self, replica: Replica) -> None:
+        """The process is gone at once. Whoever reads from its memory goes on reading."""
+        replica.alive = False
+        self._heap.note(f"end {replica.name} epoch {replica.address.epoch}")
+        self._wire.cut_off(replica.outgoing)
+        del self.replicas[replica.name], self._wire.inlets[replica.name]
+        self.touched.pop(replica.name, None)
+        if replica.is_prefill:
+            self.network.remove(replica.endpoint)
+        for pull in list(self.network.pulls):
+            if pull.destination.base is replica.cache:
+                pull.fail("the puller is dead")
+        if self._ledger is not None:
+            self._ledger.engine(replica).check()
+
+    @property
+    def quiet(self) -> bool:
+        return all(r.service.idle and not r.executing for r in self.replicas.values()) and not self.network.pulls
+
+    # ---- messages and ticks
+
+    def _arrived(self, replica: Replica, envelope: Envelope) -> None:
+        for ready in replica.incoming.accept(envelope):
+            if self._heap.logged:
+                self._heap.note(text(ready))
+            if self._ledger is not None:
+                self._ledger.engine(replica).hears(ready)
+            replica.doing = ready
+            if ready.receiver == replica.address:
+                replica.service.handle(ready)
+            else:
+                self._handle_stale(replica, ready)
+            replica.doing = None
+        self.turn(replica)
+
+    def _handle_stale(self, replica: Replica, envelope: Envelope) -> None:
+        """I11: what was meant for another life of an engine leaves nothing behind."""
+        known = replica.service.keys()
+        replica.service.handle(envelope)
+        if not replica.service.keys() <= known:
+            epoch = envelope.receiver.epoch
+            raise self._violation(f"I11: {text(envelope)} was meant for epoch {epoch} and left a trace in {replica.address}")
+
+    def _tick(self, replica: Replica) -> None:
+        if not replica.alive:
+            return
+        for lost in replica.incoming.lost():
+            if lost.replica_id == ROUTER_ID:
+                replica.service.router_gone()
+        self.turn(replica)
+        self._heap.at(TICK_S, partial(self._tick, replica))
+
+    def turn(self, replica: Replica) -> None:
+        """What a loop does when it wakes: tick, schedule, send."""
+        if not replica.alive:
+            return
+        heap, service = self._heap, replica.service
+        if len(service.timers) and heap.chance(self._scenario.faults.early_timer):
+            name = heap.random.choice(service.timers.names())
+            heap.note(f"{replica.name}: timer {name[0]} of {name[1].request_id} fires early")
+            service.timers.set(name, heap.clock.now)
+        service.tick()
+        self._schedule(replica)
+        self._flush(replica)
+        if isinstance(service, DecodeService):
+            self._move_new_pulls(replica)
+        self.touched[replica.name] = replica
+
+    def _flush(self, replica: Replica) -> None:
+        outbox = replica.service.outbox
+        for receiver, message in outbox:
+            envelope = replica.outgoing.envelope(receiver, message)
+            if self._ledger is not None:
+                self._ledger.engine(replica).says(envelope)
+            self._wire.send(envelope)
+        outbox.clear()
+
+    # ---- steps
+
+    def _schedule(self, replica: Replica) -> None:
+        depth = 2 if replica.config.async_scheduling else 1
+        executing, book = replica.executing, self._ledger.engine(replica) if self._ledger is not None else None
+        while len(executing) < depth:
+            standing = book.standing() if book is not None else []
+            batch = replica.service.schedule()
+            if book is not None:
+                book.check_seats(standing, batch)
+            if batch is None:
+                return
+            if self._heap.logged:
+                self._heap.note(f"{replica.name}: step {batch.tray()}")
+            seconds = self._scenario.step_seconds(batch) + self._scenario.copy_block_s * _num_copies(batch)
+            if self._heap.chance(self._scenario.faults.stall):
+                seconds += self._heap.random.uniform(1.0, 15.0)
+                self._heap.note(f"{replica.name}: the step takes {seconds:.1f} s")
+            executing.append((batch, seconds))
+            if len(executing) == 1:
+                self._heap.at(seconds, partial(self._step_end, replica))
+
+    def _step_end(self, replica: Replica) -> None:
+        """Executed as late as the scheduler must bear: the writes land at the end of the step."""
+        if not replica.alive:
+            return
+        batch, seconds = replica.executing.popleft()
+        if replica.executing:
+            self._heap.at(replica.executing[0][1], partial(self._step_end, replica))
+        if self._heap.chance(self._scenario.faults.step_failure):
+            self._heap.note(f"{replica.name}: step fails")
+            replica.service.step_failed("simulated")
+        else:
+            output = replica.runner.execute(batch)
+            output.seconds, output.swap_seconds = seconds, self._scenario.copy_block_s * _num_copies(batch)
+            if self._ledger is not None:
+                self._ledger.engine(replica).commits(batch)
+            replica.service.commit(output)
+        self.turn(replica)
+
+    # ---- pulls
+
+    def _move_new_pulls(self, replica: Replica) -> None:
+        for pull in self.network.pulls:
+            if id(pull) in self._moving:
+                continue
+            self._moving.add(id(pull))
+            if self._ledger is not None:
+                self._ledger.engine(replica).pulls()
+            if self._heap.chance(self._scenario.faults.dead_lease):
+                self._heap.at(self._heap.random.uniform(0.0005, 0.01), self._expire_leases)
+                self._heap.at(self._heap.random.uniform(0.02, 0.3), partial(self._move, pull))
+            else:
+                self._heap.at(self._scenario.block_seconds(), partial(self._move, pull))
+
+    def _expire_leases(self) -> None:
+        """Every lease and revoke timer fires now, whatever is being read under it."""
+        self._heap.note("all leases expire")
+        for replica in list(self.replicas.values()):
+            timers = replica.service.timers
+            for name in [name for name in timers.names() if name[0] in ("lease", "revoke")]:
+                timers.set(name, self._heap.clock.now)
+            self.turn(replica)
+
+    def _move(self, pull: LocalPull) -> None:
+        """One block."""
+        faults = self._scenario.faults
+        if self._heap.chance(faults.pull_failure / max(1, pull.num_blocks)):
+            self._heap.note("a pull is cut")
+            pull.fail("cut")
+        else:
+            pull.advance(1)
+            if self._scenario.transfer.checksum and pull.num_moved and self._heap.chance(faults.corruption / pull.num_blocks):
+                self._corrupt(pull.destination[pull.destination_blocks[pull.num_moved - 1]])
+        if not pull.done:
+            self._heap.at(self._scenario.block_seconds(), partial(self._move, pull))
+            return
+        self._moving.discard(id(pull))
+        for replica in list(self.replicas.values()):
+            if pull.destination.base is replica.cache:
+                self.turn(replica)
+
+    def _corrupt(self, block: np.ndarray) -> None:
+        """Flips one bit of a block that has just arrived, uint8 [block_bytes]."""
+        index, bit = self._heap.random.randrange(len(block)), self._heap.random.randrange(8)
+        block[index] ^= 1 << bit
+        self._heap.note(f"bit {bit} of byte {index} of a pulled block is flipped")
+
+    def _violation(self, what: str) -> Violation:
+        return Violation(self._scenario.seed, self._heap.clock.now, what)
+
+
+def _num_copies(batch: Batch) -> int:
+    return sum(len(pairs) for pairs in (batch.swap_out, batch.swap_in) if pairs is not None)

@@ -1,0 +1,75 @@
+"""A process that exports caches of known content and does nothing else; it can be killed."""
+
+import multiprocessing
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any, Self, cast
+
+import torch
+
+from bench.gpu.exports import Kind, as_tensor, export, open_device
+from bench.gpu.setting import Setting
+from kv_transfer.lease import LeaseTable
+from kv_transfer.transport import Endpoint
+
+LEASE_ID = 7
+"""Of the lease word in slot 0."""
+START_S = 60.0
+
+fork = multiprocessing.get_context("fork")
+
+
+def content(num_blocks: int, block_bytes: int, device: torch.device) -> torch.Tensor:
+    """What lies in an exported cache: int64 [num_blocks, block_bytes / 8], all numbers different."""
+    return torch.arange(num_blocks * block_bytes // 8, device=device).view(num_blocks, -1)
+
+
+class Exporter:
+    """Start it before this process touches the device: it is a fork. `name`: of its shared memory."""
+
+    def __init__(self, setting: Setting, name: str) -> None:
+        self._wire, theirs = fork.Pipe()
+        self.process = fork.Process(target=_serve, args=(setting, name, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.process.is_alive():
+            self._wire.send(None)
+        self.process.join()
+
+    def export(self, kind: Kind, num_blocks: int, block_bytes: int) -> Endpoint:
+        """In the place of what it exported before. Raises RuntimeError when the process does not answer."""
+        self._wire.send((kind, num_blocks, block_bytes))
+        if not self._wire.poll(START_S):
+            raise RuntimeError(f"the exporter did not answer within {START_S:g} s")
+        return cast(Endpoint, self._wire.recv())
+
+    def kill(self) -> None:
+        """SIGKILL; returns when it is gone."""
+        self.process.kill()
+        self.process.join()
+
+
+def _serve(setting: Setting, name: str, wire: "Connection[Any, Any]") -> None:
+    device = open_device(setting, f"{name}-memory")
+    number = 0
+    resources = ExitStack()
+    while (order := wire.recv()) is not None:
+        resources.close()
+        kind, num_blocks, block_bytes = order
+        number += 1
+        exported = export(kind, device, f"{name}-{number}", num_blocks, block_bytes)
+        resources.callback(exported.close)
+        cache = as_tensor(exported.cache).view(torch.int64)
+        cache.copy_(content(num_blocks, block_bytes, cache.device))
+        if not setting.rehearsal:
+            torch.cuda.synchronize()
+        leases = LeaseTable(exported.words, epoch=1)
+        leases.write(0, LEASE_ID)
+        wire.send(exported.endpoint)
+    resources.close()

@@ -1,0 +1,73 @@
+"""The exporter is killed in the midst of a pull: the pull must end, and the importer must live and pull from another peer."""
+
+import secrets
+import time
+from collections.abc import Iterator
+
+import torch
+
+from bench.gpu.exporter import LEASE_ID, Exporter
+from bench.gpu.exports import Kind, open_device
+from bench.gpu.report import Cell, Column, Item, Note, Problem, Table
+from bench.gpu.setting import SHARED_MEMORY, Setting
+from bench.gpu.transfer import Importer
+
+END_S = 20.0
+
+
+def over_cuda_ipc(setting: Setting) -> Iterator[Item]:
+    return _run(setting, "cuda_ipc", setting.size(4000, 300))
+
+
+def over_host_staged(setting: Setting) -> Iterator[Item]:
+    return _run(setting, "host_staged", setting.size(60, 60))
+
+
+def _run(setting: Setting, kind: Kind, num_rounds: int) -> Iterator[Item]:
+    """The pull takes the whole cache so many times over, so that it lasts."""
+    torch.manual_seed(setting.seed)
+    num_blocks, block_bytes = setting.size((512, 2 << 20), (16, 1 << 16))
+    first, second = (f"{SHARED_MEMORY}{secrets.token_hex(4)}" for _ in range(2))
+    with Exporter(setting, first) as victim, Exporter(setting, second) as other:
+        endpoints = [exporter.export(kind, num_blocks, block_bytes) for exporter in (victim, other)]
+        src, dst = torch.randperm(num_blocks).tolist(), torch.randperm(num_blocks).tolist()
+        device = open_device(setting, f"{SHARED_MEMORY}{secrets.token_hex(4)}")
+        importer = Importer(setting, kind, device, endpoints[0], num_blocks, block_bytes)
+        whole_s = importer.pull_s(src, dst)
+        pull = importer.peer.pull(src * num_rounds, dst * num_rounds)
+        victim.kill()
+        killed_at = time.monotonic()
+        under_way = not pull.poll()
+        while not pull.poll() and time.monotonic() - killed_at < END_S:
+            time.sleep(0.001)
+        ended, seconds = pull.poll(), time.monotonic() - killed_at
+        rows: list[tuple[Cell, ...]] = [
+            ("under way when the exporter was gone", str(under_way)),
+            ("ended by itself", str(ended)),
+            ("its error", (pull.error or "none: all bytes came") if ended else "-"),
+            ("the lease word still reads", str(importer.peer.read_word(0) == LEASE_ID)),
+        ]
+        yield Table(f"{kind}: the pull", (Column("what"), Column("found")), rows)
+        yield Table(
+            "its end", (Column("after the death", "s", measured=True), Column("one round before", "s", measured=True)), [(seconds, whole_s)]
+        )
+        if not under_way:
+            yield Problem("the pull ended before the exporter did: nothing was tried")
+        if not ended:
+            yield Problem(f"the pull had not ended {END_S:g} s after the exporter's death")
+            return
+        importer.close()
+        yield from _survives(setting)
+        again = Importer(setting, kind, device, endpoints[1], num_blocks, block_bytes)
+        again.pull_s(src, dst)
+        if not again.holds(src, dst):
+            yield Problem("a pull from another exporter brings other bytes")
+        again.close()
+        yield Note("afterwards: the dead peer closed, a matmul computed, and a pull from another exporter, every byte compared")
+
+
+def _survives(setting: Setting) -> Iterator[Item]:
+    """A context that a fault has broken fails at the next call."""
+    ones = torch.ones(64, 64, device=setting.device)
+    if not (ones @ ones == 64).all():
+        yield Problem("the importer computes wrongly after its peer's death")

@@ -1,0 +1,47 @@
+"""The GPU as transfers see it, and the transport of the pulling side; in a rehearsal the GPU is `FakeDevice`."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from bench.gpu.setting import Setting
+from engine.kernels.block_copy import pull_blocks
+from kv_transfer.config import TransferConfig
+from kv_transfer.cuda_driver import CudaDevice
+from kv_transfer.device import Device, DeviceBlocks, Tensor
+from kv_transfer.exports import DeviceExport
+from kv_transfer.fake_device import FakeDevice
+from kv_transfer.select import choose_device
+from kv_transfer.transport import Transport
+
+Kind = Literal["cuda_ipc", "host_staged", "auto"]
+KINDS: tuple[Kind, ...] = ("cuda_ipc", "host_staged")
+
+
+def open_device(setting: Setting, name: str) -> Device:
+    """`name`: no two processes use the same."""
+    return FakeDevice(name) if setting.rehearsal else CudaDevice(0)
+
+
+def export(kind: Kind, device: Device, name: str, num_blocks: int, block_bytes: int) -> DeviceExport:
+    """A cache for one peer, a lease word for each of its blocks."""
+    config = TransferConfig(transport=kind)
+    return DeviceExport(config, name, device, num_blocks=num_blocks, block_bytes=block_bytes, num_slots=num_blocks, num_peers=1)
+
+
+def importing(kind: Kind, setting: Setting, device: Device, cache: DeviceBlocks, notify: Callable[[], None]) -> Transport:
+    """The transport of the process that pulls into `cache`."""
+    return choose_device(TransferConfig(transport=kind), device, cache, notify, gather=setting.size(pull_blocks, _gather_on_host))
+
+
+def as_tensor(cache: Tensor) -> torch.Tensor:
+    """uint8 [num_blocks, block_bytes]: the fake device's memory is an array."""
+    tensor: torch.Tensor = torch.from_numpy(cache) if isinstance(cache, np.ndarray) else cache
+    return tensor
+
+
+def _gather_on_host(src: Any, src_ids: Any, dst: Any, dst_ids: Any) -> None:
+    """The interpreter would write to all that a kernel is given, and a peer's memory is mapped read-only."""
+    dst[dst_ids] = src[src_ids]

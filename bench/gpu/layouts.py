@@ -1,0 +1,60 @@
+"""Attention over a cache of 32 GB: block-major, as it is kept, against layer-major. One kernel, the same tables; only strides differ.
+
+Block-major puts one layer's piece of a block 2 MiB (8B) from that of the next block; layer-major puts all blocks of a layer side by side.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import cycle
+
+import torch
+
+from bench.gpu.paged import LLAMA_8B, Heads, Paged, over_cache
+from bench.gpu.report import Cell, Column, Item, Note, Table
+from bench.gpu.setting import Setting
+from bench.gpu.timing import Stopwatch
+
+NUM_LAYERS = 32
+
+
+def run(setting: Setting) -> Iterator[Item]:
+    torch.manual_seed(setting.seed)
+    watch = Stopwatch(setting)
+    heads = setting.size(LLAMA_8B, Heads(num_heads=2, num_kv_heads=1, head_dim=64))
+    num_layers = setting.size(NUM_LAYERS, 2)
+    block_shape = (2, heads.num_kv_heads, heads.block_size, heads.head_dim)
+    block_elements = num_layers * 2 * heads.num_kv_heads * heads.block_size * heads.head_dim
+    num_blocks = setting.size(0, 12) or _affordable_bytes() // (2 * block_elements)
+    memory = torch.empty(num_blocks * block_elements, dtype=setting.model_dtype, device=setting.device)
+    for piece in memory.split(1 << 30):
+        piece.normal_()
+    caches = {
+        "block-major": memory.view(num_blocks, num_layers, *block_shape),
+        "layer-major": memory.view(num_layers, num_blocks, *block_shape).transpose(0, 1),
+    }
+    rows: list[tuple[Cell, ...]] = []
+    for batch, context in setting.size(((8, 1024), (64, 1024), (64, 2048), (8, 16384)), ((2, 33),)):
+        times = {}
+        for name, cache in caches.items():
+            torch.manual_seed(setting.seed)  # the same tables for both
+            paged = over_cache(setting, heads, [1] * batch, [context] * batch, cache)
+            times[name] = watch.device_s(partial(_next_layer, paged, cycle(range(num_layers))))
+        block_major, layer_major = times["block-major"] * 1e6, times["layer-major"] * 1e6
+        rows.append((f"decode {batch} x {context}", block_major, layer_major, block_major / layer_major))
+    columns = (
+        Column("one layer's attention"),
+        Column("block-major", "us", measured=True),
+        Column("layer-major", "us", measured=True),
+        Column("ratio", measured=True),
+    )
+    yield Table(f"a cache of {memory.nbytes / 1e9:.3g} GB, blocks scattered over all of it", columns, rows)
+    yield Note("median of 20 between CUDA events, another layer at each call, 512 MB overwritten in between")
+
+
+def _next_layer(paged: Paged, layers: Iterator[int]) -> None:
+    paged.run(layer=next(layers))
+
+
+def _affordable_bytes() -> int:
+    """32 GB, or what is free without the last 4 GB."""
+    return int(min(32e9, torch.cuda.mem_get_info()[0] - 4e9))

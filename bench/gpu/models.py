@@ -1,0 +1,93 @@
+"""Models of random weights, and the caches that runners compute them in."""
+
+import torch
+
+from bench.gpu.setting import Setting
+from engine.models.checkpoint import expected_shapes
+from engine.models.config import Dtype, ModelConfig
+from engine.models.llama import LlamaModel, build_model
+from engine.runners.cuda import CUDARunner, block_bytes
+from engine.runners.torch_cpu import TorchCPURunner
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 512
+"""Of the caches in which small models answer."""
+
+
+def small_config(setting: Setting) -> ModelConfig:
+    """Three query heads a group; small enough for the CPU to compute every answer too."""
+    return ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=setting.size(4001, 97),
+        hidden_size=setting.size(384, 96),
+        intermediate_size=setting.size(1024, 80),
+        num_layers=setting.size(4, 1),
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=64,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        tie_word_embeddings=True,
+        max_position_embeddings=1024,
+    )
+
+
+def large_config(setting: Setting) -> ModelConfig:
+    """The shape of Llama 3.1 8B."""
+    if setting.rehearsal:
+        return small_config(setting)
+    return ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        tie_word_embeddings=False,
+        max_position_embeddings=8192,
+    )
+
+
+def random_model(config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int, *, drawn_on: torch.device) -> LlamaModel:
+    """Weights of a size that keeps activations near one, so that attention matters. Another kind of `drawn_on` draws other weights."""
+    generator = torch.Generator(drawn_on).manual_seed(seed)
+    shapes = expected_shapes(config)
+
+    def read(name: str) -> torch.Tensor:
+        shape = shapes[name]
+        mean, deviation = (1.0, 0.1) if len(shape) == 1 else (0.0, (2 / shape[1]) ** 0.5)
+        return torch.empty(shape, dtype=dtype, device=drawn_on).normal_(mean, deviation, generator=generator).to(device)
+
+    name_of: dict[torch.dtype, Dtype] = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+    return build_model(config, name_of[dtype], read)
+
+
+def small_model(setting: Setting, device: torch.device) -> LlamaModel:
+    """float32, the same weights on every device."""
+    return random_model(small_config(setting), torch.float32, device, setting.seed, drawn_on=torch.device("cpu"))
+
+
+def large_model(setting: Setting) -> LlamaModel:
+    return random_model(large_config(setting), setting.model_dtype, setting.device, setting.seed, drawn_on=setting.device)
+
+
+def make_cache(model: LlamaModel, num_blocks: int) -> torch.Tensor:
+    """Flat uint8, on the model's device; random KV, since a step's time may depend on what it computes with."""
+    cache = torch.empty(num_blocks * block_bytes(model, BLOCK_SIZE), dtype=torch.uint8, device=model.embed.device)
+    for piece in cache.view(model.dtype).split(1 << 30):
+        piece.normal_()
+    return cache
+
+
+def cpu_runner(model: LlamaModel, num_blocks: int) -> TorchCPURunner:
+    return TorchCPURunner(model, make_cache(model, num_blocks), block_size=BLOCK_SIZE, num_threads=torch.get_num_threads())
+
+
+def gpu_runner(model: LlamaModel, cache: torch.Tensor, graph_sizes: tuple[int, ...] = ()) -> CUDARunner:
+    """The interpreted one in a rehearsal."""
+    max_model_len = model.config.max_position_embeddings
+    return CUDARunner(model, cache, block_size=BLOCK_SIZE, max_model_len=max_model_len, graph_sizes=graph_sizes)

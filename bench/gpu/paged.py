@@ -1,0 +1,89 @@
+"""A cache full of random KV and the queries of one step over it: what attention is given."""
+
+from dataclasses import dataclass
+
+import torch
+
+from bench.gpu.setting import Setting
+from engine.kernels.paged_attention import paged_attention, workspace_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int = 16
+
+
+LLAMA_8B = Heads(num_heads=32, num_kv_heads=8, head_dim=128)
+
+
+@dataclass(slots=True, kw_only=True)
+class Paged:
+    """Sequence b brings queries[b] tokens and has contexts[b] in the cache. Its blocks are scattered; block 0 belongs to nobody."""
+
+    heads: Heads
+    queries: list[int]
+    contexts: list[int]
+    q: torch.Tensor
+    """[sum(queries), num_heads, head_dim]; `out` likewise"""
+    cache: torch.Tensor
+    block_tables: torch.Tensor
+    starts: torch.Tensor
+    lengths: torch.Tensor
+    """int32 [B]: the contexts, on the device"""
+    out: torch.Tensor
+
+    def run(self, layer: int = 0, num_splits: int = 1, workspace: torch.Tensor | None = None) -> None:
+        paged_attention(
+            self.q, self.cache, layer, self.block_tables, self.starts, self.lengths, self.out,
+            scale=self.heads.head_dim**-0.5, max_num_queries=max(self.queries), num_splits=num_splits, workspace=workspace,
+        )  # fmt: skip
+
+    def workspace(self, num_splits: int) -> torch.Tensor | None:
+        if num_splits == 1:
+            return None
+        size = workspace_size(len(self.queries), self.heads.num_heads, self.heads.head_dim, num_splits)
+        return torch.empty(size, dtype=torch.float32, device=self.q.device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Read and written at least: every key and value once, queries and results."""
+        kv = sum(self.contexts) * 2 * self.heads.num_kv_heads * self.heads.head_dim
+        return (kv + 2 * self.q.numel()) * self.q.element_size()
+
+    @property
+    def flops(self) -> int:
+        """Of the scores and of the weighted sum, keys that a query may not see left out."""
+        seen = sum(n * context - n * (n - 1) // 2 for n, context in zip(self.queries, self.contexts, strict=True))
+        return 4 * seen * self.heads.num_heads * self.heads.head_dim
+
+
+def make_paged(
+    setting: Setting, heads: Heads, queries: list[int], contexts: list[int], dtype: torch.dtype, *, num_layers: int = 1
+) -> Paged:
+    num_blocks = 1 + sum(-(-context // heads.block_size) for context in contexts)
+    shape = (num_blocks, num_layers, 2, heads.num_kv_heads, heads.block_size, heads.head_dim)
+    cache = torch.empty(shape, dtype=dtype, device=setting.device).normal_()
+    return over_cache(setting, heads, queries, contexts, cache)
+
+
+def over_cache(setting: Setting, heads: Heads, queries: list[int], contexts: list[int], cache: torch.Tensor) -> Paged:
+    """`cache`: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim] with any strides but the last."""
+    device, per_sequence = setting.device, [-(-context // heads.block_size) for context in contexts]
+    ids = (torch.randperm(len(cache) - 1) + 1)[: sum(per_sequence)].split(per_sequence)
+    block_tables = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(torch.int32)
+    starts = torch.tensor([0, *queries]).cumsum(0, dtype=torch.int32)
+    q = torch.empty(sum(queries), heads.num_heads, heads.head_dim, dtype=cache.dtype, device=device).normal_()
+    return Paged(
+        heads=heads,
+        queries=queries,
+        contexts=contexts,
+        q=q,
+        cache=cache,
+        block_tables=block_tables.to(device),
+        starts=starts.to(device),
+        lengths=torch.tensor(contexts, dtype=torch.int32, device=device),
+        out=torch.full_like(q, torch.nan),
+    )

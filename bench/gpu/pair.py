@@ -1,0 +1,55 @@
+"""Prefill and decode as two processes on one GPU, over each transport: the answers of one engine that does both."""
+
+import secrets
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+
+from bench.gpu.answers import Answers, compare
+from bench.gpu.engines import Deployment
+from bench.gpu.exports import KINDS, Kind
+from bench.gpu.generation import engine_config, generate, some_requests
+from bench.gpu.models import NUM_BLOCKS, cpu_runner, small_config, small_model
+from bench.gpu.report import Cell, Column, Item, Note, Problem, Table
+from bench.gpu.setting import SHARED_MEMORY, Setting
+from protocol.messages import ReplicaStatus
+from router.admission import ClientRequest
+
+
+ALONE = "one engine, no transfer"
+
+
+def run(setting: Setting) -> Iterator[Item]:
+    requests = some_requests(setting, small_config(setting).vocab_size)
+    answers: dict[str, Answers] = {}
+    rows: list[tuple[Cell, ...]] = []
+    for what in (ALONE, *KINDS):
+        try:
+            answers[what], status = _answer(setting, what, requests)
+        except RuntimeError as error:
+            yield Problem(f"{what}: {error}")
+            continue
+        pulled, moved = int(status.counters["transferred_tokens"]), int(status.counters["pulled_bytes"])
+        rows.append((what, len(requests), pulled, moved))
+        if pulled != (0 if what == ALONE else sum(len(asked.prompt_token_ids) for asked in requests)):
+            yield Problem(f"{what}: the KV of {pulled} prompt tokens came by transfer")
+        if what != ALONE and status.transport != what:
+            yield Problem(f"{what}: the decode engine reports transport {status.transport!r}")
+    columns = Column("how"), Column("answers"), Column("prompt tokens transferred"), Column("transferred", "bytes")
+    yield Table("a small random model in float32, real services and loops, two processes on one GPU", columns, rows)
+    cpu = cpu_runner(small_model(setting, torch.device("cpu")), NUM_BLOCKS)  # after the forks: torch's threads would not survive them
+    expected = generate(cpu, engine_config(setting), requests)
+    for what, got in answers.items():
+        yield from compare(what, requests, expected, got, cpu)
+        equal = sum(got[name] == answers[ALONE][name] for name in got) if ALONE in answers else 0
+        yield Note(f"{what}: {equal} of {len(requests)} answers are those of the one engine, token by token")
+
+
+def _answer(setting: Setting, what: str, requests: list[ClientRequest]) -> tuple[Answers, ReplicaStatus]:
+    """Answers, and what the decode engine says once it has counted all of them."""
+    roles, kind = (["decode"], KINDS[0]) if what == ALONE else (["prefill", "decode"], cast(Kind, what))
+    with Deployment(setting, kind, roles, f"{SHARED_MEMORY}{secrets.token_hex(4)}") as deployment:
+        answers = deployment.answer(requests)
+        generated_here = sum(len(answer) - len(roles) + 1 for answer in answers.values())  # each first token is the prefill engine's
+        return answers, deployment.settled("decode-0", "generated_tokens", generated_here)

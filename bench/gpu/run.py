@@ -1,0 +1,185 @@
+"""Runs the sections one after the other, each in a process of its own, and reports: `deploy/gpu_check.py` is the way in.
+
+1. This process imports torch and never touches the device: every section is a fork of it, with a CUDA context to itself.
+2. A section hands over what it finds as it finds it. If it crashes, or outlives its time box, what came before is kept.
+3. Its process group is killed when it has ended: no engine that it started stays behind.
+4. Sections stand in the order of their weight. One that the total leaves no time for is not run, and the report says so.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from importlib import import_module
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.gpu.report import Item, NotRun, Problem, Section
+from bench.gpu.setting import ROOT, SHARED_MEMORY, Setting
+from kv_transfer.cuda_driver import load_library
+from kv_transfer.segment import PREFIX, remove_stale
+from protocol.errors import ConfigError
+
+TOTAL_S = 450.0
+MIN_SECTION_S = 5.0
+
+fork = multiprocessing.get_context("fork")
+
+
+class Plan(NamedTuple):
+    name: str
+    module: str
+    """Imported by the section's own process, so that one that cannot be imported harms no other."""
+    limit_s: float
+    function: str = "run"
+
+
+SECTIONS = (
+    Plan("environment", "bench.gpu.environment", 40.0),
+    Plan("kernel errors", "bench.gpu.kernel_errors", 120.0),
+    Plan("tokens", "bench.gpu.tokens", 80.0),
+    Plan("pair", "bench.gpu.pair", 100.0),
+    Plan("exporter death, cuda_ipc", "bench.gpu.exporter_death", 50.0, "over_cuda_ipc"),
+    Plan("exporter death, host_staged", "bench.gpu.exporter_death", 50.0, "over_host_staged"),
+    Plan("kernel times", "bench.gpu.kernel_times", 60.0),
+    Plan("step times", "bench.gpu.step_times", 60.0),
+    Plan("scheduler share", "bench.gpu.scheduler_share", 40.0),
+    Plan("pool size", "bench.gpu.pool_size", 40.0),
+    Plan("transfer", "bench.gpu.transfer", 60.0),
+    Plan("layouts", "bench.gpu.layouts", 30.0),
+)
+
+
+def main() -> int:
+    """Exit status: 0 where no section failed, 1 where one did, 2 where there is no GPU."""
+    parser = argparse.ArgumentParser(description="Correctness and speed of kernels, runner and transports on one NVIDIA GPU.")
+    parser.add_argument("--rehearse", action="store_true", help="no GPU: interpreted kernels, smallest shapes, no figures")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="SmolLM2-135M-Instruct, to compare with its golden tokens")
+    parser.add_argument("--seed", type=int, help="of all random inputs; drawn if it is not given")
+    parser.add_argument("--seconds", type=float, default=TOTAL_S, help="after which no further section begins (default %(default)g)")
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=[plan.name for plan in SECTIONS], help="these sections")
+    arguments = parser.parse_args()
+    if not arguments.rehearse:
+        try:
+            load_library()  # no more: a process that has called CUDA cannot be forked
+        except ConfigError as error:
+            parser.exit(2, f"no GPU here: {error}; `--rehearse` walks the same path without one\n")
+    seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
+    setting = Setting(rehearsal=arguments.rehearse, seed=seed, model_dir=arguments.model)
+    head = {
+        "rehearsal": setting.rehearsal,
+        "seed": seed,
+        "git_commit": _git_commit(),
+        "started_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+    print(" ".join(f"{name}={value}" for name, value in head.items()), flush=True)
+    plans = [plan for plan in SECTIONS if arguments.only is None or plan.name in arguments.only]
+    sections: list[Section] = []
+    for section in run_all(plans, setting, arguments.seconds):
+        print(f"\n{section.as_text()}", flush=True)
+        sections.append(section)
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps(_report(head, sections), indent=1) + "\n")
+    print("\n" + "\n".join(f"{section.status:8} {section.name}{': ' + section.why if section.why else ''}" for section in sections))
+    return int(any(section.status == "failed" for section in sections))
+
+
+def run_all(plans: list[Plan], setting: Setting, total_s: float) -> Iterator[Section]:
+    until = time.monotonic() + total_s
+    for plan in plans:
+        left = until - time.monotonic()
+        if left < MIN_SECTION_S:
+            yield Section(plan.name, rehearsal=setting.rehearsal, status="not run", why=f"the {total_s:g} s of the whole run are used up")
+        else:
+            yield run_section(plan, setting, min(plan.limit_s, left))
+
+
+def run_section(plan: Plan, setting: Setting, limit_s: float) -> Section:
+    section = Section(plan.name, rehearsal=setting.rehearsal)
+    started = time.monotonic()
+    receiver, sender = fork.Pipe(duplex=False)
+    process = fork.Process(target=_work, args=(plan, setting, sender))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: numpy's wait for work, and survive a fork
+        process.start()
+    sender.close()
+    try:
+        for item in _items(receiver, process, limit_s):
+            section.take(item)
+    finally:
+        _kill_group(process.pid)
+        process.join()
+        receiver.close()
+        remove_stale(f"{PREFIX}{SHARED_MEMORY}")
+    section.seconds = time.monotonic() - started
+    return section
+
+
+def _items(receiver: "Connection[Any, Any]", process: ForkProcess, limit_s: float) -> Iterator[Item]:
+    """What the section sends; if it does not end as it should, why."""
+    until = time.monotonic() + limit_s
+    assert process.pid is not None
+    death = os.pidfd_open(process.pid)  # engines that it has started keep both its pipe and its sentinel open
+    try:
+        while ready := wait([receiver, death], max(0.0, until - time.monotonic())):
+            try:
+                if receiver not in ready:
+                    raise EOFError
+                item = receiver.recv()
+            except EOFError:
+                process.join()
+                yield Problem(f"its process ended with exit code {process.exitcode}")
+                return
+            if item is None:
+                return
+            yield item
+        yield Problem(f"stopped after {limit_s:.0f} s")
+    finally:
+        os.close(death)
+
+
+def _work(plan: Plan, setting: Setting, sender: "Connection[Any, Any]") -> None:
+    """Sends every item, then None. Whatever ends the section early is its last problem."""
+    os.setsid()
+    try:
+        for item in getattr(import_module(plan.module), plan.function)(setting):
+            sender.send(item)
+    except ConfigError as error:
+        sender.send(NotRun(str(error)))
+    finally:
+        if (failure := sys.exception()) is not None:
+            sender.send(Problem("".join(traceback.format_exception_only(failure)).strip()))
+        sender.send(None)
+
+
+def _kill_group(pid: int | None) -> None:
+    """The section's own process group: what it started, and itself."""
+    if pid is not None:
+        try:
+            os.killpg(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+
+
+def _git_commit() -> str | None:
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _report(head: dict[str, Any], sections: list[Section]) -> dict[str, Any]:
+    facts = {name: value for section in sections for name, value in section.facts.items()}
+    return head | {"machine": facts, "sections": [section.as_json() for section in sections]}

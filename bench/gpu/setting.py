@@ -1,0 +1,38 @@
+"""Where and how the sections run: on a GPU at full size, or rehearsed on CPU tensors with interpreted kernels at the smallest."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+SHARED_MEMORY = "gpu-check-"
+"""Begins the name of every segment that a section makes."""
+ROOT = Path(__file__).parents[2]
+"""Of the checkout."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    rehearsal: bool
+    seed: int
+    model_dir: Path | None = None
+    """A SmolLM2-135M-Instruct, whose golden tokens are known; None: only random models."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu" if self.rehearsal else "cuda:0")
+
+    def size(self, real: T, rehearsed: T) -> T:
+        """What is run on a GPU, and what stands for it in a rehearsal."""
+        return rehearsed if self.rehearsal else real
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """The interpreter cuts bf16 off where a GPU rounds: a rehearsal does without."""
+        return self.size((torch.bfloat16, torch.float16, torch.float32), (torch.float16, torch.float32))
+
+    @property
+    def model_dtype(self) -> torch.dtype:
+        return self.size(torch.bfloat16, torch.float32)

@@ -1,0 +1,83 @@
+"""Whole answers: the runner with our kernels against torch on the CPU, in every way of running steps; a real model's known answers."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.gpu.answers import Answers, compare
+from bench.gpu.generation import engine_config, generate, some_requests
+from bench.gpu.models import NUM_BLOCKS, cpu_runner, gpu_runner, make_cache, small_model
+from bench.gpu.report import Cell, Column, Item, Note, Problem, Table
+from bench.gpu.setting import ROOT, Setting
+from engine.models.config import Dtype
+from engine.models.llama import load_model
+from protocol.messages import SamplingParams
+from router.admission import ClientRequest
+
+GOLDEN = ROOT / "tests" / "data" / "golden_smollm2.json"
+"""Greedy answers of an independent float32 forward; no two tokens of it are closer than 0.005."""
+EXCUSED_MARGIN = 0.15
+"""bfloat16 may choose the runner-up where float32 prefers the first by less than this (logits)."""
+
+
+def run(setting: Setting) -> Iterator[Item]:
+    cpu_model = small_model(setting, torch.device("cpu"))
+    cpu = cpu_runner(cpu_model, NUM_BLOCKS)
+    requests = some_requests(setting, cpu_model.config.vocab_size)
+    expected = generate(cpu, engine_config(setting), requests)
+    model = small_model(setting, setting.device)
+    cache = make_cache(model, NUM_BLOCKS)
+    sizes = setting.size((1, 2, 4, 8, 16), (4,))
+    plain, graphs = gpu_runner(model, cache), gpu_runner(model, cache, sizes)
+    ways = {
+        "plain": (plain, engine_config(setting)),
+        "decodes padded to graphs": (graphs, engine_config(setting, graph_sizes=sizes)),
+        "graphs, next step launched meanwhile": (graphs, engine_config(setting, depth=2, graph_sizes=sizes)),
+        "drafts": (plain, engine_config(setting, num_drafts=3)),
+    }
+    rows: list[tuple[Cell, ...]] = []
+    for name, (runner, config) in ways.items():
+        answers = generate(runner, config, requests)
+        rows.append((name, len(requests), sum(answers[one] == expected[one] for one in answers), sum(map(len, answers.values()))))
+        yield from compare(name, requests, expected, answers, cpu)
+    columns = Column("steps"), Column("answers"), Column("same as the CPU's"), Column("tokens")
+    yield Table("a small random model in float32, half of the answers sampled", columns, rows)
+    yield from _golden(setting)
+
+
+def _golden(setting: Setting) -> Iterator[Item]:
+    if setting.model_dir is None:
+        yield Note("SmolLM2's golden tokens: not run: no --model")
+        return
+    cases: list[dict[str, Any]] = json.loads(GOLDEN.read_text())["cases"]
+    cases = setting.size(cases, sorted(cases, key=lambda case: len(case["prompt_ids"]))[:1])
+    num_tokens = setting.size(len(cases[0]["greedy_ids"]), 2)
+    answers = _answers(setting, "float32", [_asked(case["name"], case["prompt_ids"], num_tokens) for case in cases])
+    forced = [_asked(f"{case['name']}-{i}", case["prompt_ids"] + case["greedy_ids"][:i], 1) for case in cases for i in range(num_tokens)]
+    chosen = _answers(setting, setting.size("bfloat16", "float32"), forced)
+    rows: list[tuple[Cell, ...]] = []
+    for case in cases:
+        name, expected = case["name"], case["greedy_ids"][:num_tokens]
+        unlike = [i for i in range(num_tokens) if chosen[f"{name}-{i}"] != [expected[i]]]
+        rows.append((name, num_tokens, str(answers[name] == expected), len(unlike)))
+        if answers[name] != expected:
+            yield Problem(f"{name}: not the golden tokens")
+        for i in unlike:
+            if case["margin"][i] >= EXCUSED_MARGIN:
+                yield Problem(f"{name}: token {i} is another in bfloat16, where the golden one leads by {case['margin'][i]:.2g}")
+    columns = Column("prompt"), Column("tokens"), Column("golden in float32"), Column("others in bfloat16, teacher-forced")
+    yield Table("SmolLM2-135M-Instruct", columns, rows)
+
+
+def _answers(setting: Setting, dtype: Dtype, requests: list[ClientRequest]) -> Answers:
+    assert setting.model_dir is not None
+    model = load_model(setting.model_dir, dtype, str(setting.device))
+    return generate(gpu_runner(model, make_cache(model, NUM_BLOCKS)), engine_config(setting), requests)
+
+
+def _asked(name: str, prompt: list[int], num_tokens: int) -> ClientRequest:
+    token_ids = np.array(prompt, np.int32)
+    return ClientRequest(request_id=name, prompt_token_ids=token_ids, max_tokens=num_tokens, sampling=SamplingParams(ignore_eos=True))

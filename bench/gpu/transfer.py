@@ -1,0 +1,100 @@
+"""How fast blocks move between two processes on one GPU, by block size, over each transport; every byte is compared."""
+
+import logging
+import queue
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from statistics import median
+
+import torch
+
+from bench.gpu.exporter import Exporter, content
+from bench.gpu.exports import KINDS, Kind, as_tensor, importing, open_device
+from bench.gpu.report import Cell, Column, Item, Note, Problem, Table
+from bench.gpu.setting import SHARED_MEMORY, Setting
+from kv_transfer.device import Device
+from kv_transfer.device_pool import DevicePool
+from kv_transfer.segment import NONCE_BYTES
+from kv_transfer.transport import Peer
+
+NUM_REPEATS = 5
+MAX_BLOCKS = 16384
+
+
+class Importer:
+    """The pulling side of one export."""
+
+    def __init__(self, setting: Setting, kind: Kind, device: Device, endpoint: bytes, num_blocks: int, block_bytes: int) -> None:
+        self._ended: queue.SimpleQueue[float] = queue.SimpleQueue()
+        self._resources = ExitStack()
+        self._pool = DevicePool(device, bytes(NONCE_BYTES), num_blocks=num_blocks, block_bytes=block_bytes)
+        self._resources.callback(self._pool.close)
+        self._transport = importing(kind, setting, device, self._pool.blocks, lambda: self._ended.put(time.perf_counter()))
+        self._resources.callback(self._transport.close)
+        self.peer: Peer = self._transport.connect(endpoint)
+
+    def pull_s(self, src: list[int], dst: list[int]) -> float:
+        """Seconds from the call until the last byte has arrived. Raises RuntimeError if one did not."""
+        started = time.perf_counter()
+        pull = self.peer.pull(src, dst)
+        seconds = self._ended.get() - started
+        if pull.error:
+            raise RuntimeError(f"{self._transport.name}: {pull.error}")
+        return seconds
+
+    def holds(self, src: list[int], dst: list[int]) -> bool:
+        """Whether the blocks `dst` here have the content of the blocks `src` there."""
+        cache = as_tensor(self._pool.blocks.tensor).view(torch.int64)
+        expected = content(self._pool.blocks.num_blocks, self._pool.blocks.block_bytes, cache.device)
+        return torch.equal(cache[torch.tensor(dst, device=cache.device)], expected[torch.tensor(src, device=cache.device)])
+
+    def close(self) -> None:
+        self._resources.close()
+
+
+def run(setting: Setting) -> Iterator[Item]:
+    torch.manual_seed(setting.seed)
+    cache_bytes = setting.size(1 << 30, 1 << 15)
+    sizes = setting.size((16 << 10, 64 << 10, 256 << 10, 1 << 20, 2 << 20, 8 << 20), (4096, 8192))
+    rows: list[tuple[Cell, ...]] = []
+    with Exporter(setting, f"{SHARED_MEMORY}{secrets.token_hex(4)}") as exporter:
+        device = open_device(setting, f"{SHARED_MEMORY}{secrets.token_hex(4)}")
+        for kind in KINDS:
+            for block_bytes in sizes:
+                num_blocks = min(cache_bytes // block_bytes, MAX_BLOCKS)
+                importer = Importer(setting, kind, device, exporter.export(kind, num_blocks, block_bytes), num_blocks, block_bytes)
+                src, dst, in_order = torch.randperm(num_blocks).tolist(), torch.randperm(num_blocks).tolist(), list(range(num_blocks))
+                neighbours_s = median(importer.pull_s(in_order, in_order) for _ in range(NUM_REPEATS))
+                scattered_s = median(importer.pull_s(src, dst) for _ in range(NUM_REPEATS))
+                equal, gigabytes = importer.holds(src, dst), num_blocks * block_bytes / 1e9
+                importer.close()
+                rows.append((kind, block_bytes >> 10, num_blocks, gigabytes / scattered_s, gigabytes / neighbours_s, str(equal)))
+                if not equal:
+                    yield Problem(f"{kind}, blocks of {block_bytes} bytes: not the bytes of the peer")
+        yield from _auto(setting, exporter, device, cache_bytes // sizes[-1], sizes[-1])
+    columns = (
+        Column("transport"),
+        Column("block", "KiB"),
+        Column("blocks"),
+        Column("scattered", "GB/s", measured=True),
+        Column("neighbours", "GB/s", measured=True),
+        Column("bytes equal"),
+    )
+    yield Table(f"pulls of {cache_bytes >> 10} KiB, of {MAX_BLOCKS} blocks at most", columns, rows)
+    yield Note(f"from the call until the pull is terminal, median of {NUM_REPEATS}; each byte counted once; both processes on one GPU")
+    yield Note("neighbours: one run of ascending ids; over cuda_ipc runs below 64 KiB are moved by a kernel, others by copy engines")
+
+
+def _auto(setting: Setting, exporter: Exporter, device: Device, num_blocks: int, block_bytes: int) -> Iterator[Item]:
+    """What `transport: auto` takes here, and why."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("kv_transfer.select")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    Importer(setting, "auto", device, exporter.export("auto", num_blocks, block_bytes), num_blocks, block_bytes).close()
+    logger.removeHandler(handler)
+    yield from (Note(f"auto: {line}") for line in lines)

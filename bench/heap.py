@@ -1,0 +1,48 @@
+"""Virtual time of a simulated run: what happens next, what chance decides, and the log."""
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable
+
+from protocol.clock import VirtualClock
+
+Action = Callable[[], None]
+
+
+class Heap:
+    """Actions in the order of their times; of equal times the one that was planned first goes first."""
+
+    def __init__(self, seed: int, *, logged: bool = False) -> None:
+        self.clock = VirtualClock()
+        self.random = random.Random(f"run {seed}")
+        """Draws faults and their times; the scenario has its own streams."""
+        self.num_events = self.num_faults = 0
+        self.logged = logged
+        self.log: list[str] = []
+        self._heap: list[tuple[float, int, Action]] = []
+        self._order = itertools.count()
+
+    def at(self, delay_s: float, action: Action) -> None:
+        heapq.heappush(self._heap, (self.clock.now + delay_s, next(self._order), action))
+
+    def next(self) -> Action | None:
+        """Advances the clock to the next action and hands it out; None: nothing is planned."""
+        if not self._heap:
+            return None
+        at, _, action = heapq.heappop(self._heap)
+        self.clock.advance_to(at)
+        self.num_events += 1
+        return action
+
+    def chance(self, probability: float) -> bool:
+        """Whether a fault happens; one that does is counted."""
+        if probability and self.random.random() < probability:
+            self.num_faults += 1
+            return True
+        return False
+
+    def note(self, text: str) -> None:
+        """A line of the log. Where it is hot, ask `logged` before making the text."""
+        if self.logged:
+            self.log.append(f"{self.clock.now:9.4f}  {text}")

@@ -1,0 +1,155 @@
+"""One life of the router, counted from outside and held against its own counters: I9 (what can never fit), I10, I12."""
+
+from collections import Counter
+from typing import NamedTuple
+
+from bench.replica import LAYOUT
+from bench.scenario import Client, Scenario
+from bench.violation import Violation
+from protocol.block_hash import chain_hashes, root_hash
+from protocol.clock import VirtualClock
+from protocol.errors import DeadlineExceeded, InvalidRequest, RequestCancelled, RequestError, RequestFailed
+from protocol.messages import Address, Envelope, GenerateRequest, StepTokens
+from router.request import Ended
+from router.router import Router
+
+ROUNDING_S = 1e-6
+
+_END_OF: dict[type, str] = {RequestCancelled: "ended_cancelled", DeadlineExceeded: "ended_deadline"}
+_ENDS = ("ended_stop", "ended_length", "ended_cancelled", "ended_deadline", "ended_failed")
+_PATHS = ("path_disaggregated", "path_prefill_only", "path_colocated")
+
+
+class _Attempt(NamedTuple):
+    """The newest of a request."""
+
+    number: int
+    decode: Address
+    alone: bool
+
+
+class RouterBook:
+    """Every method raises Violation."""
+
+    def __init__(self, scenario: Scenario, clock: VirtualClock, router: Router) -> None:
+        self._scenario, self._clock, self._router = scenario, clock, router
+        self._counted: Counter[str] = Counter()
+        """By the name of the router's own counter; `attempts` it only has in two parts."""
+        self._accepted_at: dict[str, float] = {}
+        """Open requests."""
+        self._due_at: dict[str, float] = {}
+        """Deadlines of those that have one."""
+        self._slots: dict[int, str] = {}
+        """Request ids."""
+        self._attempts: dict[str, _Attempt] = {}
+        self._decode_spoke: set[tuple[str, int]] = set()
+        """(request id, attempt) of which the router heard tokens from the decode engine."""
+
+    def _require(self, holds: bool, what: str) -> None:
+        if not holds:
+            raise Violation(self._scenario.seed, self._clock.now, what)
+
+    # ---- at the client's border
+
+    def accepted(self, client: Client) -> None:
+        name = client.request.request_id
+        self._require(self._fits(client), f"I9: {name} was accepted and can never fit")
+        self._accepted_at[name] = self._clock.now
+        if client.request.deadline_s is not None:
+            self._due_at[name] = self._clock.now + client.request.deadline_s
+        self._counted.update(accepted=1, prompt_tokens=len(client.request.prompt_token_ids))
+
+    def refused(self, client: Client, error: RequestError) -> None:
+        if isinstance(error, InvalidRequest):
+            self._require(not self._fits(client), f"I9: {client.request.request_id} fits and was refused: {error}")
+
+    def _fits(self, client: Client) -> bool:
+        """Whether the engines of its path could ever hold it, computed from the scenario alone."""
+        scenario, request = self._scenario, client.request
+        num_prompt, max_len = len(request.prompt_token_ids), scenario.decode.max_model_len
+        if not 0 < num_prompt < max_len:
+            return False
+        pools = [scenario.decode, *([scenario.prefill] if scenario.router.disaggregation == "strict" else [])]
+        num_tokens = num_prompt + min(request.max_tokens or 0, max_len - num_prompt) - 1
+        return all(num_tokens <= (pool.num_blocks - 1) * pool.block_size for pool in pools)
+
+    def ended(self, client: Client, event: Ended) -> None:
+        """I10: its stages add up to its time, and it is billed what came."""
+        name, counted = client.request.request_id, self._counted
+        seconds, booked = self._clock.now - self._accepted_at.pop(name), sum(event.stages.values())
+        self._due_at.pop(name, None)
+        adds_up = abs(booked - seconds) < ROUNDING_S and min(event.stages.values(), default=0.0) > -ROUNDING_S
+        self._require(adds_up, f"I10: {name} took {seconds:.6f} s, its stages say {booked:.6f}: {event.stages}")
+        num_tokens = event.usage.completion_tokens
+        self._require(num_tokens == len(client.received), f"I10: {name} is billed {num_tokens} tokens, {len(client.received)} came")
+        counted.update(delivered_tokens=num_tokens, attempts=event.attempts)
+        if event.error is not None:
+            counted[_END_OF.get(type(event.error), "ended_failed")] += 1
+            tried = not isinstance(event.error, RequestFailed) or event.attempts >= self._scenario.router.max_attempts
+            self._require(tried, f"{name} failed after {event.attempts} attempts: {event.error}")
+            return
+        last = self._attempts[name]
+        path = "colocated" if last.alone else "disaggregated" if (name, last.number) in self._decode_spoke else "prefill_only"
+        counted.update((f"ended_{event.finish_reason}", f"path_{path}"))
+
+    def ticked(self) -> None:
+        """I4: the router has looked at its deadlines, wherever their requests are."""
+        late = [name for name, due_at in self._due_at.items() if due_at < self._clock.now]
+        self._require(not late, f"I4: the deadlines of {late} have passed unseen")
+
+    # ---- at the wire
+
+    def dispatched(self, receiver: Address, message: GenerateRequest) -> None:
+        name = message.key.request_id
+        if message.role == "prefill":
+            self._counted["disaggregated"] += 1
+            self._require(self._scenario.router.disaggregation != "off", f"I12: {name} is disaggregated, and disaggregation is off")
+            return
+        if message.role == "alone":
+            self._counted["alone"] += 1
+            self._check_fallback(receiver, message)
+        self._slots[message.slot] = name
+        self._attempts[name] = _Attempt(message.key.attempt, receiver, message.role == "alone")
+
+    def _check_fallback(self, receiver: Address, message: GenerateRequest) -> None:
+        """I12: a decode engine serves alone because it was asked to, because the prompt is short there, or because nobody else can."""
+        config, num_tokens = self._scenario.router, len(message.prompt_token_ids)
+        if config.disaggregation == "off":
+            return
+        if config.min_disaggregated_tokens and num_tokens - self._num_cached(receiver, message) < config.min_disaggregated_tokens:
+            return
+        prefill = [r for r in self._router.replicas() if r.hello.role == "prefill"]
+        able = [r for r in prefill if r.state == "up" and r.max_prompt_tokens >= num_tokens]
+        reason = config.disaggregation == "auto" and not able
+        self._require(reason, f"I12: {message.key.request_id} falls back to {receiver.replica_id} alone without a reason")
+
+    def _num_cached(self, receiver: Address, message: GenerateRequest) -> int:
+        """Tokens of the prompt that the decode engine holds already, as its statuses told the router."""
+        size, shown = self._scenario.decode.block_size, next(r for r in self._router.replicas() if r.address == receiver).hashes
+        hashes = chain_hashes(root_hash(LAYOUT, message.cache_salt), message.prompt_token_ids, size)
+        return size * next((index for index, name in enumerate(hashes) if name not in shown), len(hashes))
+
+    def hears(self, envelope: Envelope) -> None:
+        """What the router is about to handle."""
+        message = envelope.message
+        if not isinstance(message, StepTokens) or message.router_epoch != self._router.address.epoch:
+            return
+        for slot, number in zip(message.slots.tolist(), message.attempts.tolist(), strict=True):
+            name = self._slots[slot]
+            if self._attempts[name].number == number and self._attempts[name].decode == envelope.sender:
+                self._decode_spoke.add((name, number))
+
+    # ---- the end
+
+    def check(self) -> None:
+        """At the end of the router's life, or of the run: its counters say what happened."""
+        told, counted, num_open = self._router.counters, self._counted, self._router.num_open
+        for name in ("accepted", "prompt_tokens", "disaggregated", "alone", *_ENDS, *_PATHS):
+            which = "I12" if name in _PATHS else "I10"
+            self._require(told[name] == counted[name], f"{which}: the router counts {told[name]:g} {name}, {counted[name]} were")
+        self._require(num_open == len(self._accepted_at), f"I10: the router has {num_open} open requests, {len(self._accepted_at)} are")
+        num_ended = sum(told[name] for name in _ENDS)
+        self._require(told["accepted"] == num_ended + num_open, f"I10: {told['accepted']:g} accepted, {num_ended:g} ended, {num_open} open")
+        if not num_open:
+            for name, count in (("delivered_tokens", told["delivered_tokens"]), ("attempts", told["disaggregated"] + told["alone"])):
+                self._require(count == counted[name], f"I10: the router counts {count:g} {name}, {counted[name]} were")

@@ -10,8 +10,8 @@ from protocol.errors import ConfigError
 class TransferConfig:
     """How blocks travel, and how long each side of a handoff waits for the other."""
 
-    transport: Literal["auto", "shared_memory"] = "auto"
-    """auto: the best one that proves itself at start-up."""
+    transport: Literal["auto", "shared_memory", "cuda_ipc", "host_staged", "nixl"] = "auto"
+    """auto: the best that moves a nonce from peer to peer. shared_memory is for engines on the CPU, cuda_ipc and host_staged on GPUs."""
     checksum: bool = False
     """Compare the bytes of pulled blocks too: each side reads them once more. A mismatch fails the attempt."""
     pull_timeout_s: float = 30.0

@@ -1,14 +1,16 @@
-"""The copy itself, compiled so that it runs without the interpreter lock: an engine busy in Python cannot slow a transfer."""
+"""The copy itself, compiled so that it runs without the interpreter lock: an engine busy in Python cannot slow a transfer.
+
+Where numba is not installed numpy copies row by row, holding the lock between rows.
+"""
 
 from collections.abc import Callable
+from importlib import import_module
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from kv_transfer.block_ids import Int64
 from kv_transfer.transport import Blocks
-
-Int64 = npt.NDArray[np.int64]
 
 
 def _copy_rows(destination: Blocks, source: Blocks, dst_rows: Int64, src_rows: Int64) -> None:
@@ -19,12 +21,22 @@ def _copy_rows(destination: Blocks, source: Blocks, dst_rows: Int64, src_rows: I
             destination[dst, j] = source[src, j]
 
 
+def _copy_whole_rows(destination: Blocks, source: Blocks, dst_rows: Int64, src_rows: Int64) -> None:
+    """The same without a compiler."""
+    for dst, src in zip(dst_rows.tolist(), src_rows.tolist(), strict=True):
+        destination[dst] = source[src]
+
+
 def _compile() -> Callable[..., None]:
     try:
-        return numba.njit(nogil=True, cache=True)(_copy_rows)  # type: ignore[no-any-return]
+        njit = import_module("numba").njit
+    except ModuleNotFoundError:
+        return _copy_whole_rows
+    try:
+        return njit(nogil=True, cache=True)(_copy_rows)  # type: ignore[no-any-return]
     except RuntimeError:
         # No folder to cache machine code in can be written.
-        return numba.njit(nogil=True)(_copy_rows)  # type: ignore[no-any-return]
+        return njit(nogil=True)(_copy_rows)  # type: ignore[no-any-return]
 
 
 _compiled = _compile()

@@ -14,6 +14,14 @@ from protocol.errors import CapacityError
 Words = npt.NDArray[np.uint64]
 """uint64 [num_slots]; 0 where no lease is live."""
 
+_fence = threading.Lock()
+
+
+def barrier() -> None:
+    """A full memory fence: taking and releasing a lock is one on every platform Python runs on."""
+    with _fence:
+        pass
+
 
 class LeaseTable:
     """One prefill engine's lease words. `words` may lie in shared memory and is cleared here, before any cache is handed out."""
@@ -21,12 +29,11 @@ class LeaseTable:
     def __init__(self, words: Words, epoch: int) -> None:
         self.num_slots = len(words)
         self._words = words
-        self._lock = threading.Lock()
         self._free = list(range(self.num_slots - 1, -1, -1))
         self._epoch = epoch
         self._counter = 0
         words[:] = 0
-        self._barrier()
+        barrier()
 
     @property
     def num_live(self) -> int:
@@ -52,15 +59,10 @@ class LeaseTable:
 
     def write(self, slot: int, lease_id: int) -> None:
         """Makes the lease visible. The blocks' bytes must have been written before."""
-        self._barrier()
+        barrier()
         self._words[slot] = lease_id
 
     def clear(self, slot: int) -> None:
         """The fence: only after it may the lease's blocks be freed."""
         self._words[slot] = 0
-        self._barrier()
-
-    def _barrier(self) -> None:
-        """Taking and releasing a lock is a full memory fence on every platform Python runs on."""
-        with self._lock:
-            pass
+        barrier()

@@ -1,5 +1,7 @@
 """A file in POSIX shared memory: header, lease words, KV cache. One prefill engine creates it, decode engines map it read-only.
 
+The cache of an engine on a GPU lies there; its file has lease words, and in the cache's place the channels of `host_staged`, if any.
+
     0        header: magic, version, sizes, offsets, nonce
     4096     lease words, uint64 [num_slots]
     cache    uint8 [num_blocks, block_bytes], from the next page on
@@ -42,6 +44,7 @@ class SharedSegment:
         _, _, block_bytes, num_blocks, num_slots, cache_offset, nonce = _HEADER.unpack_from(memory)
         self.path = path
         self.nonce: bytes = nonce
+        self.cache_offset: int = cache_offset
         self.words: Words = np.frombuffer(memory, np.uint64, num_slots, _PAGE)
         self.cache: Blocks = np.frombuffer(memory, np.uint8, num_blocks * block_bytes, cache_offset).reshape(num_blocks, block_bytes)
         self._lock_fd = lock_fd
@@ -69,16 +72,8 @@ class SharedSegment:
     @classmethod
     def open(cls, path: Path, nonce: bytes) -> "SharedSegment":
         """Maps a segment read-only. Raises PullFailed when it is gone, or another one lies at this path: then the memory is not shared."""
+        fd = open_verified(path, nonce, os.O_RDONLY)
         try:
-            fd = os.open(path, os.O_RDONLY)
-        except OSError as error:
-            raise PullFailed(f"{path}: {error.strerror}") from error
-        try:
-            header = os.pread(fd, _HEADER.size, 0)
-            if len(header) < _HEADER.size or header[:8] != _MAGIC or header[-NONCE_BYTES:] != nonce:
-                raise PullFailed(f"{path}: not the segment that was offered; its owner's shared memory is not ours")
-            if (version := _HEADER.unpack(header)[1]) != _VERSION:
-                raise PullFailed(f"{path}: version {version}, this code knows {_VERSION}")
             memory = mmap.mmap(fd, os.fstat(fd).st_size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
         finally:
             os.close(fd)
@@ -91,6 +86,34 @@ class SharedSegment:
             os.close(self._lock_fd)
             self._lock_fd = None
         self.words, self.cache = np.zeros(0, np.uint64), np.zeros((0, 0), np.uint8)
+
+
+def open_verified(path: Path, nonce: bytes, flags: int) -> int:
+    """File descriptor of the segment that was offered. Raises PullFailed when it is gone, or another one lies at its path."""
+    try:
+        fd = os.open(path, flags)
+    except OSError as error:
+        raise PullFailed(f"{path}: {error.strerror}") from error
+    try:
+        header = os.pread(fd, _HEADER.size, 0)
+        if len(header) < _HEADER.size or header[:8] != _MAGIC or header[-NONCE_BYTES:] != nonce:
+            raise PullFailed(f"{path}: not the segment that was offered; its owner's shared memory is not ours")
+        if (version := _HEADER.unpack(header)[1]) != _VERSION:
+            raise PullFailed(f"{path}: version {version}, this code knows {_VERSION}")
+    except PullFailed:
+        os.close(fd)
+        raise
+    return fd
+
+
+def owner_lives(fd: int) -> bool:
+    """Whether the segment's creator still runs and has not closed it: it holds the lock on the file for so long."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    return False
 
 
 def remove_stale(prefix: str = PREFIX, directory: Path = DIRECTORY) -> list[Path]:

@@ -1,6 +1,6 @@
 """The interface every transport keeps. Block ids go in, bytes move, a word is read; no request is known here.
 
-export(cache, lease_words) -> Endpoint      the prefill side makes its blocks and lease words readable
+export(cache, lease_words) -> Endpoint      the prefill side makes its blocks and lease words readable (exports.py)
 connect(endpoint) -> Peer                   the decode side opens them
 peer.pull(src_blocks, dst_blocks) -> Pending
 peer.read_word(slot) -> int                 read after the last byte of a pull has arrived
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 Blocks = npt.NDArray[np.uint8]
-"""uint8 [num_blocks, block_bytes]: a cache as a transport sees it."""
+"""uint8 [num_blocks, block_bytes]: a cache in host memory as a transport sees it; one on a GPU is `device.DeviceBlocks`."""
 
 Endpoint = bytes
 """Opaque to everyone but the same transport on the other side; travels in `Hello` and `PeerUp`."""

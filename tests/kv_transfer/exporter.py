@@ -5,16 +5,10 @@ Prints its endpoint, then obeys lines of standard input (`write SLOT ID`, `clear
 
 import sys
 
-import numpy as np
-
 from kv_transfer.lease import LeaseTable
 from kv_transfer.segment import SharedSegment
 from kv_transfer.shared_memory import export
-
-
-def content(num_blocks: int, block_bytes: int) -> np.ndarray:
-    """What lies in the exported cache, uint8 [num_blocks, block_bytes]."""
-    return np.random.default_rng(1).integers(0, 256, (num_blocks, block_bytes), np.uint8)
+from tests.kv_transfer.processes import content
 
 
 def main(name: str, num_blocks: int, block_bytes: int) -> None:

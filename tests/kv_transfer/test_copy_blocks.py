@@ -1,5 +1,6 @@
-"""The compiled copy, with and without a folder to keep machine code in."""
+"""The compiled copy, with and without a folder to keep machine code in, and the copy where nothing compiles."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -30,3 +31,11 @@ def test_without_a_writable_folder_it_is_compiled_all_the_same(monkeypatch: pyte
     destination, source = np.zeros((2, 4), np.uint8), np.ones((1, 4), np.uint8)
     module._compile()(destination, source, np.array([1]), np.array([0]))
     assert destination.sum(axis=1).tolist() == [0, 4]
+
+
+def test_without_a_compiler_rows_are_copied_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numba", None)
+    monkeypatch.setattr(module, "_compiled", module._compile())
+    assert module._compiled is module._copy_whole_rows
+    test_rows_go_where_they_are_sent_and_nowhere_else(8)
+    test_rows_go_where_they_are_sent_and_nowhere_else(12)

@@ -2,66 +2,34 @@
 
 import json
 import queue
-import subprocess
-import sys
 import threading
-import uuid
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kv_transfer import shared_memory
 from kv_transfer.copy_blocks import copy_blocks
+from kv_transfer.pull_thread import Pull
 from kv_transfer.segment import DIRECTORY, PREFIX, SharedSegment, remove_stale
-from kv_transfer.shared_memory import SharedMemoryPull, SharedMemoryTransport, export
+from kv_transfer.shared_memory import SharedMemoryTransport, export
 from protocol.errors import LayoutMismatch, PullFailed
-from tests.kv_transfer.exporter import content
+from tests.kv_transfer.processes import TIMEOUT_S, Ends, Exporter, content, unused_name
 
 NUM_BLOCKS, BLOCK_BYTES = 32, 4096
-TIMEOUT_S = 30.0
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def name() -> Iterator[str]:
-    """A name no other test uses; whatever lies under it afterwards is a leak."""
-    name = f"test-{uuid.uuid4().hex[:12]}"
-    yield name
-    assert list(DIRECTORY.glob(f"{PREFIX}{name}*")) == []
-
-
-class Exporter:
-    def __init__(self, name: str) -> None:
-        command = [sys.executable, "-m", "tests.kv_transfer.exporter", name, str(NUM_BLOCKS), str(BLOCK_BYTES)]
-        self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.endpoint = self._line().encode()
-
-    def ask(self, command: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{command}\n")
-        self.process.stdin.flush()
-        assert self._line() == "done"
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(TIMEOUT_S)
-
-    def stop(self) -> None:
-        self.process.communicate(timeout=TIMEOUT_S)
-
-    def _line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
+    with unused_name() as name:
+        yield name
 
 
 @pytest.fixture
 def exporter(name: str) -> Iterator[Exporter]:
-    exporter = Exporter(name)
+    exporter = Exporter("tests.kv_transfer.exporter", name, NUM_BLOCKS, BLOCK_BYTES)
     yield exporter
-    if exporter.process.poll() is None:
-        exporter.stop()
+    exporter.stop()
 
 
 class Puller:
@@ -69,13 +37,11 @@ class Puller:
 
     def __init__(self, num_blocks: int = NUM_BLOCKS, block_bytes: int = BLOCK_BYTES) -> None:
         self.cache = np.zeros((num_blocks, block_bytes), np.uint8)
-        self.ended: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self.transport = SharedMemoryTransport(self.cache, lambda: self.ended.put(None))
+        self.ends = Ends()
+        self.transport = SharedMemoryTransport(self.cache, self.ends)
 
-    def wait(self, pull: SharedMemoryPull) -> str:
-        self.ended.get(timeout=TIMEOUT_S)
-        assert pull.poll()
-        return pull.error
+    def wait(self, pull: Pull) -> str:
+        return self.ends.of(pull)
 
 
 @pytest.fixture
@@ -157,7 +123,7 @@ def test_a_queued_pull_is_cancelled_before_it_starts(segment: SharedSegment) -> 
 
 
 def test_a_running_pull_is_cancelled_between_two_pieces(segment: SharedSegment, puller: Puller, monkeypatch: pytest.MonkeyPatch) -> None:
-    pulls: queue.SimpleQueue[SharedMemoryPull] = queue.SimpleQueue()
+    pulls: queue.SimpleQueue[Pull] = queue.SimpleQueue()
     copy = copy_blocks
 
     def copy_then_cancel(*arguments: np.ndarray) -> None:

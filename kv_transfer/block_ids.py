@@ -1,0 +1,34 @@
+"""What every transport does with the block ids of a pull before it moves a byte: check them, and merge neighbours."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.errors import PullFailed
+
+Int64 = npt.NDArray[np.int64]
+
+
+def checked_pairs(src_blocks: Sequence[int], num_src_blocks: int, dst_blocks: Sequence[int], num_dst_blocks: int) -> tuple[Int64, Int64]:
+    """Both lists as int64 [n]. Raises PullFailed for ids outside their cache and for lists of unequal length."""
+    src, dst = _checked(src_blocks, num_src_blocks, "there"), _checked(dst_blocks, num_dst_blocks, "here")
+    if len(src) != len(dst):
+        raise PullFailed(f"{len(src)} blocks there for {len(dst)} here")
+    return src, dst
+
+
+def merged_runs(src: Int64, dst: Int64) -> Int64:
+    """int64 [num_runs, 3]: first block there, first block here, number of blocks. A run ascends by one on both sides."""
+    if not len(src):
+        return np.zeros((0, 3), np.int64)
+    breaks = np.flatnonzero((np.diff(src) != 1) | (np.diff(dst) != 1)) + 1
+    starts = np.concatenate(([0], breaks))
+    return np.stack((src[starts], dst[starts], np.diff(np.append(starts, len(src)))), axis=1)
+
+
+def _checked(blocks: Sequence[int], num_blocks: int, where: str) -> Int64:
+    ids = np.asarray(blocks, np.int64)
+    if len(ids) and not 0 <= ids.min() <= ids.max() < num_blocks:
+        raise PullFailed(f"block {ids.max() if ids.min() >= 0 else ids.min()} {where} is outside 0 .. {num_blocks - 1}")
+    return ids

@@ -1,0 +1,102 @@
+"""A ring of buffers in shared memory between two processes: one orders bytes, the other fills buffers with them.
+
+    0        the ordering side's counter and bell
+    64       the filling side's counter and bell
+    4096     orders [num_buffers]: number of pieces, length of an error, the error's text, pieces int64 [MAX_PIECES, 2]
+    ...      buffers [num_buffers, buffer_bytes], each from a page on
+
+Order n uses buffer n modulo num_buffers; both counters only grow, and each has one writer. Order n may be written once n - num_buffers has
+been filled and its bytes taken out; so who orders decides what is overwritten, and stopping to order is all there is to cancelling.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kv_transfer.bell import Bell
+from kv_transfer.lease import barrier
+
+MAX_PIECES = 1024
+"""Of one order."""
+_PAGE = 4096
+_TEXT_BYTES = 240
+_ORDER_BYTES = 16 + _TEXT_BYTES + 16 * MAX_PIECES
+
+
+def channel_bytes(buffer_bytes: int, num_buffers: int) -> int:
+    """Whole pages that one channel takes."""
+    return _PAGE + _pages(num_buffers * _ORDER_BYTES) + num_buffers * _pages(buffer_bytes)
+
+
+class Channel:
+    """Either side's view. Zeroed memory is a channel nothing was ordered on."""
+
+    def __init__(self, memory: npt.NDArray[np.uint8], buffer_bytes: int, num_buffers: int) -> None:
+        """`memory`: `channel_bytes` of them, writable, from a page on."""
+        self.buffer_bytes, self.num_buffers = buffer_bytes, num_buffers
+        self._memory = memory
+        self._num_ordered = memory[0:8].view(np.uint64)
+        self._num_filled = memory[64:72].view(np.uint64)
+        self.orders, self.fills = Bell(memory[8:12].view(np.uint32)), Bell(memory[72:76].view(np.uint32))
+        """Rung at each order, at each filled buffer."""
+        self._first_buffer = _PAGE + _pages(num_buffers * _ORDER_BYTES)
+
+    @property
+    def num_ordered(self) -> int:
+        """Orders written so far. Their pieces may be read after this."""
+        count = int(self._num_ordered[0])
+        barrier()
+        return count
+
+    @property
+    def num_filled(self) -> int:
+        """Orders answered so far. Their buffers and errors may be read after this."""
+        count = int(self._num_filled[0])
+        barrier()
+        return count
+
+    def buffer(self, number: int) -> int:
+        """Address of the buffer of an order."""
+        return int(self._memory.ctypes.data) + self._first_buffer + number % self.num_buffers * _pages(self.buffer_bytes)
+
+    def order(self, pieces: Sequence[tuple[int, int]]) -> None:
+        """Asks for (offset, bytes) pieces, to lie one behind the other in the next order's buffer."""
+        number = self.num_ordered
+        header, _, table = self._order(number)
+        header[:] = len(pieces), 0
+        table[: len(pieces)] = pieces
+        barrier()
+        self._num_ordered[0] = number + 1
+        self.orders.ring()
+
+    def pieces(self, number: int) -> list[tuple[int, int]]:
+        """As ordered; whoever fills them trusts no number of them."""
+        header, _, table = self._order(number)
+        return [(int(offset), int(num_bytes)) for offset, num_bytes in table[: min(int(header[0]), MAX_PIECES)]]
+
+    def fill(self, error: str = "") -> None:
+        """Answers the oldest open order: its bytes are in its buffer, or `error` says why not."""
+        number = self.num_filled
+        header, text, _ = self._order(number)
+        content = error.encode()[:_TEXT_BYTES]
+        text[: len(content)] = np.frombuffer(content, np.uint8)
+        header[1] = len(content)
+        barrier()
+        self._num_filled[0] = number + 1
+        self.fills.ring()
+
+    def error(self, number: int) -> str:
+        """Of an answered order; empty if its bytes came."""
+        header, text, _ = self._order(number)
+        return text[: int(header[1])].tobytes().decode(errors="replace")
+
+    def _order(self, number: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+        """Views of number of pieces and error length; error text; pieces."""
+        begin = _PAGE + number % self.num_buffers * _ORDER_BYTES
+        order = self._memory[begin : begin + _ORDER_BYTES]
+        return order[:16].view(np.uint64), order[16 : 16 + _TEXT_BYTES], order[16 + _TEXT_BYTES :].view(np.int64).reshape(MAX_PIECES, 2)
+
+
+def _pages(num_bytes: int) -> int:
+    return -(-num_bytes // _PAGE) * _PAGE

@@ -1,0 +1,196 @@
+"""The CUDA driver behind `Device`: thin, by ctypes, and the only place that calls it.
+
+The driver API and not the runtime's: `libcuda.so.1` comes with the GPU's driver under one name and one ABI, while torch brings a runtime
+of its own version. Both work in the device's primary context, so pointers and streams are torch's too.
+"""
+
+import ctypes
+import threading
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
+from typing import Any
+
+import numpy as np
+
+from kv_transfer.block_ids import Int64
+from kv_transfer.device import Gather, Tensor
+from kv_transfer.foreign_tensor import CUDA, foreign_tensor
+from protocol.errors import CapacityError, ConfigError, PullFailed
+
+HANDLE_BYTES = 64
+
+
+class _IpcHandle(ctypes.Structure):
+    """CUipcMemHandle; passed by value."""
+
+    _fields_ = (("reserved", c_ubyte * HANDLE_BYTES),)
+
+
+# cuda.h. Pointers into GPU memory are 64-bit integers, streams, events and contexts opaque pointers.
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "cuInit": (c_uint,),
+    "cuGetErrorString": (c_int, POINTER(c_char_p)),
+    "cuDeviceGet": (POINTER(c_int), c_int),
+    "cuDeviceGetByPCIBusId": (POINTER(c_int), c_char_p),
+    "cuDeviceGetPCIBusId": (c_char_p, c_int, c_int),
+    "cuDeviceCanAccessPeer": (POINTER(c_int), c_int, c_int),
+    "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
+    "cuCtxSetCurrent": (c_void_p,),
+    "cuMemAlloc_v2": (POINTER(c_uint64), c_size_t),
+    "cuMemFree_v2": (c_uint64,),
+    "cuIpcGetMemHandle": (POINTER(_IpcHandle), c_uint64),
+    "cuIpcOpenMemHandle_v2": (POINTER(c_uint64), _IpcHandle, c_uint),
+    "cuIpcCloseMemHandle": (c_uint64,),
+    "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
+    "cuMemHostUnregister": (c_void_p,),
+    "cuStreamCreate": (POINTER(c_void_p), c_uint),
+    "cuStreamDestroy_v2": (c_void_p,),
+    "cuEventCreate": (POINTER(c_void_p), c_uint),
+    "cuEventDestroy_v2": (c_void_p,),
+    "cuEventRecord": (c_void_p, c_void_p),
+    "cuEventQuery": (c_void_p,),
+    "cuMemsetD8Async": (c_uint64, c_ubyte, c_size_t, c_void_p),
+    "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, c_void_p),
+}
+_OUT_OF_MEMORY, _NOT_READY = 2, 600  # CUresult
+_LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+_DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING
+_LIBRARY = "libcuda.so.1"
+
+
+def load_library() -> Any:
+    """Raises ConfigError where there is no NVIDIA driver."""
+    try:
+        return ctypes.CDLL(_LIBRARY)
+    except OSError as error:
+        raise ConfigError(f"transfers between GPUs need the NVIDIA driver: {error}") from error
+
+
+class CudaDevice:
+    """The device that torch calls `cuda:<ordinal>`. Retains its primary context for the life of the process, as torch does."""
+
+    def __init__(self, ordinal: int = 0, library: Any = None) -> None:
+        """Raises ConfigError when the driver or the device is not to be had."""
+        self._library: Any = load_library() if library is None else library
+        for function, types in _SIGNATURES.items():
+            getattr(self._library, function).argtypes = types
+        self.ordinal = ordinal
+        self._context = c_void_p()
+        self._bound = threading.local()
+        self._device = c_int()
+        name = ctypes.create_string_buffer(32)
+        try:
+            self._check("cuInit", 0)
+            self._check("cuDeviceGet", byref(self._device), ordinal)
+            self._check("cuDeviceGetPCIBusId", name, len(name), self._device)
+            self._check("cuDevicePrimaryCtxRetain", byref(self._context), self._device)
+        except PullFailed as error:
+            raise ConfigError(f"GPU {ordinal}: {error}") from error
+        self.bus_id = name.value.decode().lower()
+
+    def allocate(self, num_bytes: int) -> int:
+        pointer = c_uint64()
+        self._bind()
+        code = self._library.cuMemAlloc_v2(byref(pointer), num_bytes)
+        if code == _OUT_OF_MEMORY:
+            raise CapacityError(f"GPU {self.ordinal}: {num_bytes} bytes for the KV cache are not free")
+        self._raise_if("cuMemAlloc_v2", code)
+        return pointer.value
+
+    def free(self, pointer: int) -> None:
+        self._call("cuMemFree_v2", pointer)
+
+    def share(self, pointer: int) -> bytes:
+        handle = _IpcHandle()
+        self._call("cuIpcGetMemHandle", byref(handle), pointer)
+        return bytes(handle.reserved)
+
+    def open(self, handle: bytes) -> int:
+        pointer = c_uint64()
+        self._call("cuIpcOpenMemHandle_v2", byref(pointer), _IpcHandle.from_buffer_copy(handle), _LAZY_PEER_ACCESS)
+        return pointer.value
+
+    def close(self, pointer: int) -> None:
+        self._call("cuIpcCloseMemHandle", pointer)
+
+    def reaches(self, bus_id: str) -> bool | None:
+        peer, can = c_int(), c_int()
+        if bus_id == self.bus_id:
+            return True
+        if self._library.cuDeviceGetByPCIBusId(byref(peer), bus_id.encode()):
+            return None
+        self._call("cuDeviceCanAccessPeer", byref(can), self._device, peer)
+        return bool(can.value)
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        self._call("cuMemHostRegister_v2", address, num_bytes, _PORTABLE)
+
+    def unpin(self, address: int) -> None:
+        self._call("cuMemHostUnregister", address)
+
+    def create_stream(self) -> int:
+        stream = c_void_p()
+        self._call("cuStreamCreate", byref(stream), _NON_BLOCKING)
+        return stream.value or 0
+
+    def destroy_stream(self, stream: int) -> None:
+        self._call("cuStreamDestroy_v2", stream)
+
+    def create_event(self) -> int:
+        event = c_void_p()
+        self._call("cuEventCreate", byref(event), _DISABLE_TIMING)
+        return event.value or 0
+
+    def destroy_event(self, event: int) -> None:
+        self._call("cuEventDestroy_v2", event)
+
+    def copy(self, dst: int, src: int, num_bytes: int, stream: int) -> None:
+        self._call("cuMemcpyAsync", dst, src, num_bytes, stream)
+
+    def clear(self, pointer: int, num_bytes: int, stream: int) -> None:
+        self._call("cuMemsetD8Async", pointer, 0, num_bytes, stream)
+
+    def gather(self, gather: Gather, src: Tensor, src_ids: Int64, dst: Tensor, dst_ids: Int64, stream: int) -> None:
+        import torch
+
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream, self.ordinal)):
+            # Pinned, or the upload would wait for the stream. Both tensors are torch's to reuse only behind this stream.
+            ids = torch.from_numpy(np.stack((src_ids, dst_ids))).pin_memory().to(self.ordinal, non_blocking=True)
+            gather(src, ids[0], dst, ids[1])
+
+    def record(self, event: int, stream: int) -> None:
+        self._call("cuEventRecord", event, stream)
+
+    def reached(self, event: int) -> bool:
+        self._bind()
+        code = self._library.cuEventQuery(event)
+        if code == _NOT_READY:
+            return False
+        self._raise_if("cuEventQuery", code)
+        return True
+
+    def tensor(self, pointer: int, num_blocks: int, block_bytes: int) -> Tensor:
+        import torch
+
+        torch.cuda.init()
+        return foreign_tensor(pointer, num_blocks, block_bytes, CUDA, self.ordinal)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        self._bind()
+        self._check(name, *arguments)
+
+    def _bind(self) -> None:
+        """Makes the context current in this thread, once: a process of ours computes on one device only."""
+        if not getattr(self._bound, "done", False):
+            self._check("cuCtxSetCurrent", self._context)
+            self._bound.done = True
+
+    def _check(self, name: str, *arguments: Any) -> None:
+        self._raise_if(name, getattr(self._library, name)(*arguments))
+
+    def _raise_if(self, name: str, code: int) -> None:
+        if code:
+            text = c_char_p()
+            self._library.cuGetErrorString(code, byref(text))
+            raise PullFailed(f"{name}: {(text.value or b'unknown error').decode()} ({code})")

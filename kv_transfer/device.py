@@ -1,0 +1,103 @@
+"""One GPU as transfers see it: what they need of a driver, and no more. `CudaDevice` is the real one, `FakeDevice` the tests'.
+
+Pointers, streams and events are integers. Everything may be called from any thread. What fails raises PullFailed with the driver's text,
+unless another error is named.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kv_transfer.block_ids import Int64
+
+Tensor = Any
+"""uint8 [num_blocks, block_bytes] in GPU memory: torch's on a real device. Passes through transfers unread."""
+
+Gather = Callable[[Tensor, Any, Tensor, Any], None]
+"""(source, source ids, destination, destination ids): a kernel that copies whole blocks, ids int64 [n] in GPU memory."""
+
+
+class Device(Protocol):
+    ordinal: int
+    """The device's number in this process."""
+    bus_id: str
+    """PCI bus id: the same in every process, whatever devices a process is shown."""
+
+    def allocate(self, num_bytes: int) -> int:
+        """Memory outside torch's caching allocator, so that it can be shared whole. Raises CapacityError."""
+        ...
+
+    def free(self, pointer: int) -> None: ...
+
+    def share(self, pointer: int) -> bytes:
+        """64 bytes with which another process can `open` an allocation."""
+        ...
+
+    def open(self, handle: bytes) -> int:
+        """Maps another process's allocation. Refused in the process that owns it."""
+        ...
+
+    def close(self, pointer: int) -> None:
+        """Unmaps what `open` mapped."""
+        ...
+
+    def reaches(self, bus_id: str) -> bool | None:
+        """Whether this GPU can read that one's memory directly; None when that one is not visible in this process."""
+        ...
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        """Makes host memory readable and writable by the copy engines at full speed."""
+        ...
+
+    def unpin(self, address: int) -> None: ...
+
+    def create_stream(self) -> int:
+        """Never waits for the default stream, nor that for it."""
+        ...
+
+    def destroy_stream(self, stream: int) -> None: ...
+
+    def create_event(self) -> int: ...
+
+    def destroy_event(self, event: int) -> None: ...
+
+    def copy(self, dst: int, src: int, num_bytes: int, stream: int) -> None:
+        """Starts a copy between any two of: memory here, opened memory, pinned host memory."""
+        ...
+
+    def clear(self, pointer: int, num_bytes: int, stream: int) -> None:
+        """Starts to fill GPU memory with zeros."""
+        ...
+
+    def gather(self, gather: Gather, src: Tensor, src_ids: Int64, dst: Tensor, dst_ids: Int64, stream: int) -> None:
+        """Launches a kernel on `stream`, with the ids brought to the GPU."""
+        ...
+
+    def record(self, event: int, stream: int) -> None: ...
+
+    def reached(self, event: int) -> bool:
+        """Whether everything before the event has ended. Raises PullFailed when some of it failed."""
+        ...
+
+    def tensor(self, pointer: int, num_blocks: int, block_bytes: int) -> Tensor:
+        """A view of memory that somebody else owns and that must outlive it; a peer's too, once opened."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBlocks:
+    """A KV cache in GPU memory: `Blocks` for transports between GPUs. Owns nothing."""
+
+    pointer: int
+    num_blocks: int
+    block_bytes: int
+    tensor: Tensor
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "DeviceBlocks":
+        """All of a contiguous torch tensor, uint8 [num_blocks, block_bytes]."""
+        return cls(tensor.data_ptr(), tensor.shape[0], tensor.shape[1], tensor)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes

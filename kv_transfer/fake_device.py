@@ -1,0 +1,189 @@
+"""A GPU of make-believe, for tests and for machines without one: its memory is POSIX shared memory, so two processes really map it.
+
+Work on a stream runs when somebody asks for an event behind it. A test may stall the device after any number of copies, or let a call fail.
+"""
+
+import ctypes
+import functools
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from itertools import count
+
+import numpy as np
+
+from kv_transfer.block_ids import Int64
+from kv_transfer.device import Gather, Tensor
+from kv_transfer.segment import DIRECTORY, NONCE_BYTES, PREFIX, SharedSegment
+from protocol.errors import PullFailed
+
+HANDLE_BYTES = 64
+
+
+class Marker:
+    """An event's place in a stream."""
+
+    def __init__(self, event: int) -> None:
+        self.event = event
+
+
+class FakeDevice:
+    """`name`: of its memory's files, unique on the machine. `peers`: the bus ids it reaches; another one's memory cannot be opened."""
+
+    def __init__(self, name: str, bus_id: str = "fake:0", peers: frozenset[str] = frozenset({"fake:0"})) -> None:
+        self.ordinal = 0
+        self.bus_id = bus_id
+        self.stalled = threading.Event()
+        """Set once work was asked for and not done."""
+        self.failures: dict[str, str] = {}
+        """Name of a call (`copy`, `reached`, `open`, ...) -> the driver's text it fails with from now on."""
+        self.num_copies = 0
+        self.num_gathers = 0
+        self.pinned: dict[int, int] = {}
+        self._name, self._peers = name, peers
+        self._num_copies_left: int | None = None
+        self._lock = threading.Lock()
+        self._numbers = count(1)
+        self._owned: dict[int, SharedSegment] = {}
+        self._opened: dict[int, tuple[SharedSegment, int]] = {}
+        self._streams: dict[int, deque[Callable[[], None] | Marker]] = {}
+        """Work not done yet, in order."""
+        self._recorded: dict[int, tuple[int, Marker]] = {}
+        """Event -> stream and marker of its last record, until that is reached."""
+
+    def stall_after(self, num_copies: int) -> None:
+        """So many more run, then no work at all."""
+        with self._lock:
+            self._num_copies_left = num_copies
+            self.stalled.clear()
+
+    def resume(self) -> None:
+        with self._lock:
+            self._num_copies_left = None
+
+    def allocate(self, num_bytes: int) -> int:
+        segment = SharedSegment.create(f"{self._name}-{next(self._numbers)}", block_bytes=num_bytes, num_blocks=1, num_slots=1)
+        self._owned[segment.cache.ctypes.data] = segment
+        return segment.cache.ctypes.data
+
+    def free(self, pointer: int) -> None:
+        self._owned.pop(pointer).close()
+
+    def share(self, pointer: int) -> bytes:
+        self._fail("share")
+        segment = self._owned[pointer]
+        name = f"{os.getpid()} {self.bus_id} {segment.path.name.removeprefix(PREFIX)}".encode()
+        return (segment.nonce + name).ljust(HANDLE_BYTES, b"\0")
+
+    def open(self, handle: bytes) -> int:
+        self._fail("open")
+        pid, bus_id, name = handle[NONCE_BYTES:].rstrip(b"\0").decode().split(" ")
+        if int(pid) == os.getpid():
+            raise PullFailed("open: invalid device context (201)")
+        if bus_id not in self._peers:
+            raise PullFailed("open: peer access is not supported between these two devices (217)")
+        path = DIRECTORY / f"{PREFIX}{name}"
+        for pointer, (segment, times) in self._opened.items():
+            if segment.path == path and segment.nonce == handle[:NONCE_BYTES]:
+                self._opened[pointer] = (segment, times + 1)
+                return pointer
+        segment = SharedSegment.open(path, handle[:NONCE_BYTES])
+        self._opened[segment.cache.ctypes.data] = (segment, 1)
+        return segment.cache.ctypes.data
+
+    def close(self, pointer: int) -> None:
+        self._fail("close")
+        segment, times = self._opened.pop(pointer)
+        if times > 1:
+            self._opened[pointer] = (segment, times - 1)
+        else:
+            segment.close()
+
+    @property
+    def num_opened(self) -> int:
+        """Allocations of others that are mapped now."""
+        return len(self._opened)
+
+    def reaches(self, bus_id: str) -> bool | None:
+        return bus_id in self._peers
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        self._fail("pin")
+        self.pinned[address] = num_bytes
+
+    def unpin(self, address: int) -> None:
+        del self.pinned[address]
+
+    def create_stream(self) -> int:
+        with self._lock:
+            stream = next(self._numbers)
+            self._streams[stream] = deque()
+            return stream
+
+    def destroy_stream(self, stream: int) -> None:
+        with self._lock:
+            del self._streams[stream]
+
+    def create_event(self) -> int:
+        return next(self._numbers)
+
+    def destroy_event(self, event: int) -> None:
+        self._recorded.pop(event, None)
+
+    def copy(self, dst: int, src: int, num_bytes: int, stream: int) -> None:
+        self._fail("copy")
+        with self._lock:
+            self._streams[stream].append(functools.partial(_move, dst, src, num_bytes))
+            self.num_copies += 1
+
+    def clear(self, pointer: int, num_bytes: int, stream: int) -> None:
+        with self._lock:
+            self._streams[stream].append(functools.partial(_fill, pointer, num_bytes))
+
+    def gather(self, gather: Gather, src: Tensor, src_ids: Int64, dst: Tensor, dst_ids: Int64, stream: int) -> None:
+        self._fail("gather")
+        with self._lock:
+            self._streams[stream].append(functools.partial(gather, src, src_ids, dst, dst_ids))
+            self.num_gathers += 1
+
+    def record(self, event: int, stream: int) -> None:
+        with self._lock:
+            marker = Marker(event)
+            self._streams[stream].append(marker)
+            self._recorded[event] = (stream, marker)
+
+    def reached(self, event: int) -> bool:
+        self._fail("reached")
+        with self._lock:
+            while event in self._recorded:
+                work = self._streams[self._recorded[event][0]]
+                if isinstance(first := work[0], Marker):
+                    if self._recorded.get(first.event, (0, None))[1] is first:
+                        del self._recorded[first.event]
+                elif self._num_copies_left == 0:
+                    self.stalled.set()
+                    return False
+                else:
+                    first()
+                    if self._num_copies_left is not None:
+                        self._num_copies_left -= 1
+                work.popleft()
+            return True
+
+    def tensor(self, pointer: int, num_blocks: int, block_bytes: int) -> Tensor:
+        """A numpy array: so nothing here needs torch."""
+        memory = (ctypes.c_ubyte * (num_blocks * block_bytes)).from_address(pointer)
+        return np.ctypeslib.as_array(memory).reshape(num_blocks, block_bytes)
+
+    def _fail(self, call: str) -> None:
+        if call in self.failures:
+            raise PullFailed(f"{call}: {self.failures[call]}")
+
+
+def _move(dst: int, src: int, num_bytes: int) -> None:
+    ctypes.memmove(dst, src, num_bytes)
+
+
+def _fill(pointer: int, num_bytes: int) -> None:
+    ctypes.memset(pointer, 0, num_bytes)

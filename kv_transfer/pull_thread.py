@@ -1,0 +1,66 @@
+"""Pulls that run one after the other in a thread of their own, whatever moves the bytes."""
+
+import queue
+import threading
+from collections.abc import Callable
+
+from kv_transfer.block_ids import Int64
+from protocol.errors import PullFailed
+
+
+class Pull:
+    """One pull: queued, copying, terminal. `copy` moves its bytes and says why it did not move all, or raises PullFailed."""
+
+    def __init__(self, src_blocks: Int64, dst_blocks: Int64, copy: Callable[["Pull"], str]) -> None:
+        self.src_blocks, self.dst_blocks = src_blocks, dst_blocks
+        self.copy = copy
+        self.cancelled = threading.Event()
+        self.done = False
+        self.error = ""
+
+    def poll(self) -> bool:
+        return self.done
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+
+class PullThread:
+    """Verbs: `start`, `close`. `notify` is called from the thread whenever a pull is terminal."""
+
+    def __init__(self, notify: Callable[[], None]) -> None:
+        self._notify = notify
+        self._queue: queue.SimpleQueue[Pull | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._unfinished: set[Pull] = set()
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name="pull", daemon=True)
+        self._thread.start()
+
+    def start(self, pull: Pull) -> None:
+        """Raises PullFailed once closed."""
+        with self._lock:
+            if self._closed:
+                raise PullFailed("the transport is closed")
+            self._unfinished.add(pull)
+        self._queue.put(pull)
+
+    def close(self) -> None:
+        """Cancels what has not ended, then ends the thread. The second time nothing happens."""
+        with self._lock:
+            self._closed = True
+            for pull in self._unfinished:
+                pull.cancel()
+        self._queue.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (pull := self._queue.get()) is not None:
+            try:
+                pull.error = pull.copy(pull)
+            except PullFailed as error:
+                pull.error = str(error)
+            with self._lock:
+                self._unfinished.discard(pull)
+            pull.done = True
+            self._notify()

@@ -1,0 +1,115 @@
+"""The importing side of `host_staged`: orders bytes on a channel and copies filled buffers to the GPU, several of them on their way."""
+
+import time
+
+from kv_transfer.block_ids import merged_runs
+from kv_transfer.channel import MAX_PIECES, Channel
+from kv_transfer.device import DeviceBlocks
+from kv_transfer.device_pool import POLL_S, DeviceStream
+from kv_transfer.pull_thread import Pull
+from kv_transfer.segment import NONCE_BYTES, owner_lives
+from protocol.errors import PullFailed
+
+LOOK_S = 0.1
+"""Between two looks whether a silent exporter is alive."""
+
+Copy = tuple[int, int, int]
+"""Byte offset there, byte offset here, bytes."""
+
+
+def cut(pull: Pull, block_bytes: int, buffer_bytes: int) -> list[list[Copy]]:
+    """A pull in buffers' worths: each at most `buffer_bytes` and MAX_PIECES copies. Blocks may be cut anywhere."""
+    parts: list[list[Copy]] = []
+    room = 0
+    for src, dst, num_blocks in merged_runs(pull.src_blocks, pull.dst_blocks).tolist():
+        done, num_bytes = 0, num_blocks * block_bytes
+        while done < num_bytes:
+            if not room or len(parts[-1]) == MAX_PIECES:
+                parts.append([])
+                room = buffer_bytes
+            size = min(room, num_bytes - done)
+            parts[-1].append((src * block_bytes + done, dst * block_bytes + done, size))
+            done, room = done + size, room - size
+    return parts
+
+
+class StagingClient:
+    """One claimed channel, used by one thread at a time."""
+
+    def __init__(self, channel: Channel, stream: DeviceStream, cache: DeviceBlocks, fd: int, stall_s: float) -> None:
+        """`stream` has an event per buffer; `fd` is the segment's file, whose lock tells whether the exporter lives."""
+        self._channel, self._stream, self._cache, self._fd, self._stall_s = channel, stream, cache, fd, stall_s
+
+    def prove(self, nonce_offset: int, nonce: bytes) -> None:
+        """Moves the nonce from GPU to GPU as a pull would, into the first bytes of our block 0. Raises PullFailed."""
+        number = self._order([(nonce_offset, 0, NONCE_BYTES)])
+        self._await(number)
+        self._land(number, [(nonce_offset, 0, NONCE_BYTES)])
+        if self._stream.read(self._cache.pointer, NONCE_BYTES) != nonce:
+            raise PullFailed("the bytes that came through the channel are not the nonce that was offered")
+
+    def copy(self, pull: Pull) -> str:
+        """Why not all bytes came; empty if they did. Raises PullFailed. Nothing writes into the cache any more afterwards."""
+        parts = cut(pull, self._cache.block_bytes, self._channel.buffer_bytes)
+        try:
+            return self._exchange(pull, parts)
+        finally:
+            self._stream.drain()
+
+    def _exchange(self, pull: Pull, parts: list[list[Copy]]) -> str:
+        """Keeps as many buffers ordered as there are. Each goes through: ordered, filled, landing (its copy to our GPU runs), landed."""
+        channel, first = self._channel, self._channel.num_ordered
+        num_ordered = num_landing = num_landed = 0
+        moved_at = time.monotonic()
+        while num_landed < len(parts):
+            if pull.cancelled.is_set():
+                return "cancelled"
+            seen, before = channel.fills.value, (num_ordered, num_landing, num_landed)
+            while num_ordered < min(len(parts), num_landed + channel.num_buffers):
+                self._order(parts[num_ordered])
+                num_ordered += 1
+            while num_landing < num_ordered and channel.num_filled > first + num_landing:
+                self._land(first + num_landing, parts[num_landing])
+                num_landing += 1
+            while num_landed < num_landing and self._stream.reached((first + num_landed) % channel.num_buffers):
+                num_landed += 1
+            if before != (num_ordered, num_landing, num_landed):
+                moved_at = time.monotonic()
+            elif num_landed < num_landing:
+                channel.fills.wait(seen, POLL_S)
+            else:
+                channel.fills.wait(seen, LOOK_S)
+                self._check_exporter(moved_at)
+        return ""
+
+    def _order(self, part: list[Copy]) -> int:
+        """The order's number. Waits for the answer to what an earlier pull, or an earlier peer, may have left in its buffer."""
+        number = self._channel.num_ordered
+        self._await(number - self._channel.num_buffers)
+        self._channel.order([(src, num_bytes) for src, _, num_bytes in part])
+        return number
+
+    def _await(self, number: int) -> None:
+        """Until an order was answered. Raises PullFailed when the exporter does not."""
+        started_at = time.monotonic()
+        while self._channel.num_filled <= number:
+            seen = self._channel.fills.value
+            if self._channel.num_filled <= number:
+                self._channel.fills.wait(seen, LOOK_S)
+                self._check_exporter(started_at)
+
+    def _check_exporter(self, silent_since: float) -> None:
+        if not owner_lives(self._fd):
+            raise PullFailed("the exporter is gone")
+        if time.monotonic() - silent_since > self._stall_s:
+            raise PullFailed(f"the exporter has filled no buffer for {self._stall_s:g} s")
+
+    def _land(self, number: int, part: list[Copy]) -> None:
+        """Starts the copies of a filled buffer to where its bytes belong."""
+        if error := self._channel.error(number):
+            raise PullFailed(f"the exporter: {error}")
+        begin = self._channel.buffer(number)
+        for _, dst, num_bytes in part:
+            self._stream.copy(self._cache.pointer + dst, begin, num_bytes)
+            begin += num_bytes
+        self._stream.record(number % self._channel.num_buffers)

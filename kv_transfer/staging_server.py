@@ -1,0 +1,92 @@
+"""The exporting side of `host_staged`: a thread for each channel copies what a peer ordered from the GPU into the channel's buffers."""
+
+import threading
+from collections import deque
+
+from kv_transfer.channel import Channel
+from kv_transfer.device import Device
+from kv_transfer.device_pool import POLL_S, DevicePool, DeviceStream
+from protocol.errors import PullFailed
+
+IDLE_S = 0.25
+"""Between two looks whether the server was closed; orders ring a bell and do not wait for this."""
+
+
+class StagingServer:
+    """Serves all channels until closed. Whoever claimed a channel may die: nothing here waits for him."""
+
+    def __init__(self, device: Device, pool: DevicePool, channels: list[Channel]) -> None:
+        """Raises PullFailed where the GPU grants no stream."""
+        self._closed = threading.Event()
+        self._clerks = [_Clerk(device, pool, channel) for channel in channels]
+        self._threads = [threading.Thread(target=self._serve, args=(clerk,), name="staging", daemon=True) for clerk in self._clerks]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Ends the threads. What was ordered and not filled never will be."""
+        self._closed.set()
+        for thread, clerk in zip(self._threads, self._clerks, strict=True):
+            thread.join()
+            clerk.close()
+
+    def _serve(self, clerk: "_Clerk") -> None:
+        while not self._closed.is_set():
+            seen = clerk.channel.orders.value
+            if not clerk.advance():
+                clerk.channel.orders.wait(seen, POLL_S if clerk.busy else IDLE_S)
+
+
+class _Clerk:
+    """One channel's orders in their order: started as they come, answered as their copies end."""
+
+    def __init__(self, device: Device, pool: DevicePool, channel: Channel) -> None:
+        self.channel = channel
+        self._pool = pool
+        self._stream = DeviceStream(device, num_events=channel.num_buffers)
+        self._started: deque[str] = deque()
+        """Of orders not answered yet, oldest first: why an order could not be started, or empty."""
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._started)
+
+    def advance(self) -> bool:
+        """Starts and answers what can be. False: nothing could."""
+        number = self.channel.num_filled + len(self._started)
+        new = range(number, min(self.channel.num_ordered, number + self.channel.num_buffers - len(self._started)))
+        self._started.extend(self._start(number) for number in new)
+        answered = False
+        while self._started and (error := self._outcome()) is not None:
+            self.channel.fill(error)
+            self._started.popleft()
+            answered = True
+        return answered or len(new) > 0
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def _start(self, number: int) -> str:
+        pieces = self.channel.pieces(number)
+        if any(offset < 0 or num_bytes < 0 or offset + num_bytes > self._pool.num_bytes for offset, num_bytes in pieces):
+            return "bytes were ordered that do not lie in the cache"
+        if sum(num_bytes for _, num_bytes in pieces) > self.channel.buffer_bytes:
+            return f"more was ordered than the {self.channel.buffer_bytes} bytes of a buffer"
+        buffer = self.channel.buffer(number)
+        try:
+            for offset, num_bytes in pieces:
+                self._stream.copy(buffer, self._pool.pointer + offset, num_bytes)
+                buffer += num_bytes
+            self._stream.record(number % self.channel.num_buffers)
+        except PullFailed as error:
+            return str(error)
+        return ""
+
+    def _outcome(self) -> str | None:
+        """The oldest started order's error, empty if its bytes are in its buffer; None while they are on their way."""
+        if self._started[0]:
+            return self._started[0]
+        try:
+            return "" if self._stream.reached(self.channel.num_filled % self.channel.num_buffers) else None
+        except PullFailed as error:
+            return str(error)

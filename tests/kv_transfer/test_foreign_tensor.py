@@ -1,0 +1,34 @@
+"""A tensor over memory that torch does not own; on the CPU here, where the same description names another device."""
+
+import gc
+
+import numpy as np
+import torch
+
+from kv_transfer.device import DeviceBlocks
+from kv_transfer.foreign_tensor import CPU, foreign_tensor
+
+
+def test_it_is_the_memory_itself() -> None:
+    memory = np.arange(64, dtype=np.uint8)
+    tensor = foreign_tensor(memory.ctypes.data, 4, 16, CPU, 0)
+    assert (tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr()) == (torch.uint8, (4, 16), (16, 1), memory.ctypes.data)
+    tensor[2, 3] = 200
+    assert memory[35] == 200
+    assert tensor.view(torch.int64).shape == (4, 2)
+
+
+def test_views_may_outlive_it_and_nothing_is_freed() -> None:
+    memory = np.arange(64, dtype=np.uint8)
+    row = foreign_tensor(memory.ctypes.data, 4, 16, CPU, 0)[1]
+    gc.collect()
+    assert row.tolist() == list(range(16, 32))
+    del row
+    gc.collect()
+    assert memory.tolist() == list(range(64))
+
+
+def test_a_cache_is_described_by_its_tensor() -> None:
+    tensor = torch.zeros((3, 8), dtype=torch.uint8)
+    assert DeviceBlocks.of(tensor) == DeviceBlocks(tensor.data_ptr(), 3, 8, tensor)
+    assert DeviceBlocks.of(tensor).num_bytes == 24

@@ -1,0 +1,220 @@
+"""Pulls from GPU to GPU through a ring in host memory, between two real processes."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kv_transfer.channel import MAX_PIECES
+from kv_transfer.device import DeviceBlocks
+from kv_transfer.fake_device import FakeDevice
+from kv_transfer.host_staged import HostStagedPeer, HostStagedTransport
+from kv_transfer.pull_thread import Pull
+from kv_transfer.segment import PREFIX, remove_stale
+from kv_transfer.staging_client import cut
+from protocol.errors import PullFailed
+from tests.kv_transfer.gpu_exporter import NUM_CHANNELS
+from tests.kv_transfer.processes import Ends, Exporter, content, unused_name
+
+NUM_BLOCKS, BLOCK_BYTES = 32, 3000
+BUFFER_BYTES = 4096
+"""Neither divides the other: blocks are cut at the edges of buffers."""
+
+
+class Puller:
+    """A transport into a cache in this process's own GPU memory."""
+
+    def __init__(self, name: str, stall_s: float = 30.0) -> None:
+        self.device = FakeDevice(f"{name}-here")
+        self.pointer = self.device.allocate(NUM_BLOCKS * BLOCK_BYTES)
+        self.cache = self.device.tensor(self.pointer, NUM_BLOCKS, BLOCK_BYTES)
+        self.ends = Ends()
+        blocks = DeviceBlocks(self.pointer, NUM_BLOCKS, BLOCK_BYTES, self.cache)
+        self.transport = HostStagedTransport(self.device, blocks, self.ends, stall_s)
+
+    def connect(self, exporter: Exporter) -> HostStagedPeer:
+        """The nonce's trace is wiped out."""
+        peer = self.transport.connect(exporter.endpoint)
+        self.cache[:] = 0
+        return peer
+
+    def close(self) -> None:
+        self.transport.close()
+        self.device.free(self.pointer)
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    with unused_name() as name:
+        yield name
+
+
+@pytest.fixture
+def exporter(name: str) -> Iterator[Exporter]:
+    exporter = Exporter("tests.kv_transfer.gpu_exporter", "host_staged", name, NUM_BLOCKS, BLOCK_BYTES, BUFFER_BYTES)
+    yield exporter
+    exporter.stop()
+
+
+@pytest.fixture
+def puller(name: str) -> Iterator[Puller]:
+    puller = Puller(name)
+    yield puller
+    puller.close()
+
+
+def test_bytes_and_words_of_another_process(exporter: Exporter, puller: Puller) -> None:
+    peer = puller.connect(exporter)
+    rng = np.random.default_rng(2)
+    for _ in range(5):
+        puller.cache[:] = 0
+        number = rng.integers(0, NUM_BLOCKS + 1)
+        source, destination = rng.permutation(NUM_BLOCKS)[:number], rng.permutation(NUM_BLOCKS)[:number]
+        assert puller.ends.of(peer.pull(source.tolist(), destination.tolist())) == ""
+        expected = np.zeros_like(puller.cache)
+        expected[destination] = content(NUM_BLOCKS, BLOCK_BYTES)[source]
+        assert np.array_equal(puller.cache, expected)
+    exporter.ask(f"write 3 {1 << 32 | 7}")
+    assert (peer.read_word(3), peer.read_word(0)) == (1 << 32 | 7, 0)
+    peer.close()
+    assert not puller.device.pinned
+
+
+def test_a_pull_is_cut_into_buffers(name: str) -> None:
+    ids = np.array([5, 6, 9], np.int64), np.array([1, 2, 3], np.int64)
+    pull = Pull(*ids, lambda pull: "")
+    assert cut(pull, 30, 40) == [[(150, 30, 40)], [(190, 70, 20), (270, 90, 20)], [(290, 110, 10)]]
+    scattered = np.arange(0, 4 * MAX_PIECES, 2)
+    assert [len(part) for part in cut(Pull(scattered, scattered, lambda pull: ""), 1, 10**6)] == [MAX_PIECES, MAX_PIECES]
+    assert cut(Pull(ids[0][:0], ids[1][:0], lambda pull: ""), 30, 40) == []
+
+
+def test_two_peers_at_once_and_no_third(exporter: Exporter, name: str) -> None:
+    pullers = [Puller(f"{name}-{i}") for i in range(NUM_CHANNELS)]
+    peers = [puller.connect(exporter) for puller in pullers]
+    with pytest.raises(PullFailed, match="all 2 channels of the exporter are taken"):
+        pullers[0].transport.connect(exporter.endpoint)
+    orders = [np.random.default_rng(i).permutation(NUM_BLOCKS) for i in range(NUM_CHANNELS)]
+    pulls = [peer.pull(range(NUM_BLOCKS), order.tolist()) for peer, order in zip(peers, orders, strict=True)]
+    for puller, pull, order in zip(pullers, pulls, orders, strict=True):
+        assert puller.ends.of(pull) == ""
+        assert np.array_equal(puller.cache[order], content(NUM_BLOCKS, BLOCK_BYTES))
+    peers[0].close()
+    again = pullers[0].connect(exporter)  # a channel that was let go can be claimed
+    assert pullers[0].ends.of(again.pull([1], [1])) == ""
+    for puller in pullers:
+        puller.close()
+
+
+def stall_exporter_in_mid_pull(exporter: Exporter, puller: Puller, peer: HostStagedPeer) -> Pull:
+    """A pull of all blocks of which some bytes are on their way and no more will come."""
+    exporter.ask("stall_after 5")
+    pull = peer.pull(range(NUM_BLOCKS), range(NUM_BLOCKS))
+    exporter.ask("stalled")
+    assert not pull.poll()
+    return pull
+
+
+def test_cancelled_in_mid_pull_the_channel_serves_the_next(exporter: Exporter, puller: Puller) -> None:
+    peer = puller.connect(exporter)
+    pull = stall_exporter_in_mid_pull(exporter, puller, peer)
+    pull.cancel()
+    assert puller.ends.of(pull) == "cancelled"
+    assert not puller.cache[-1].any()
+    before = puller.cache.copy()
+    exporter.ask("resume")
+    assert puller.ends.of(peer.pull([], [])) == ""
+    assert np.array_equal(puller.cache, before)
+    assert puller.ends.of(peer.pull(range(NUM_BLOCKS), range(NUM_BLOCKS))) == ""
+    assert np.array_equal(puller.cache, content(NUM_BLOCKS, BLOCK_BYTES))
+
+
+def test_the_exporter_is_killed_in_mid_pull(exporter: Exporter, puller: Puller, name: str) -> None:
+    peer = puller.connect(exporter)
+    exporter.ask("write 0 5")
+    pull = stall_exporter_in_mid_pull(exporter, puller, peer)
+    exporter.kill()
+    assert puller.ends.of(pull) == "the exporter is gone"
+    assert puller.ends.of(peer.pull([1], [1])) == "the exporter is gone"
+    assert peer.read_word(0) == 5
+    with pytest.raises(PullFailed, match="the exporter is gone"):
+        puller.transport.connect(exporter.endpoint)
+    remove_stale(f"{PREFIX}{name}")
+    with pytest.raises(PullFailed, match="No such file"):
+        puller.transport.connect(exporter.endpoint)
+    peer.close()
+    assert not puller.device.pinned
+
+
+def test_an_exporter_that_lives_and_does_nothing_fails_the_pull(exporter: Exporter, name: str) -> None:
+    puller = Puller(name, stall_s=0.3)
+    peer = puller.connect(exporter)
+    pull = stall_exporter_in_mid_pull(exporter, puller, peer)
+    assert puller.ends.of(pull) == "the exporter has filled no buffer for 0.3 s"
+    with pytest.raises(PullFailed, match="has filled no buffer"):
+        puller.transport.connect(exporter.endpoint)
+    assert len(puller.device.pinned) == 1
+    exporter.ask("resume")
+    assert puller.ends.of(peer.pull([3], [3])) == ""
+    assert np.array_equal(puller.cache[3], content(NUM_BLOCKS, BLOCK_BYTES)[3])
+    puller.close()
+
+
+def test_the_exporter_s_gpu_fails(exporter: Exporter, puller: Puller) -> None:
+    peer = puller.connect(exporter)
+    exporter.ask("fail copy invalid argument (1)")
+    assert puller.ends.of(peer.pull([1], [1])) == "the exporter: copy: invalid argument (1)"
+    exporter.ask("fail reached an illegal memory access was encountered (700)")
+    with pytest.raises(PullFailed):
+        puller.transport.connect(exporter.endpoint)
+
+
+def test_our_own_gpu_fails(exporter: Exporter, puller: Puller) -> None:
+    peer = puller.connect(exporter)
+    puller.device.failures["copy"] = "invalid argument (1)"
+    assert puller.ends.of(peer.pull(range(NUM_BLOCKS), range(NUM_BLOCKS))) == "copy: invalid argument (1)"
+    del puller.device.failures["copy"]
+    assert puller.ends.of(peer.pull(range(NUM_BLOCKS), range(NUM_BLOCKS))) == ""
+    assert np.array_equal(puller.cache, content(NUM_BLOCKS, BLOCK_BYTES))
+    puller.device.failures["pin"] = "out of memory (2)"
+    with pytest.raises(PullFailed, match="pin: out of memory"):
+        puller.transport.connect(exporter.endpoint)
+
+
+def test_orders_outside_the_cache_are_refused(exporter: Exporter, puller: Puller) -> None:
+    """A peer that asks for what is not its to see: the exporter trusts no number."""
+    peer = puller.connect(exporter)
+    channel, client = peer._client._channel, peer._client
+    for piece, reason in [((-1, 4), "do not lie in the cache"), ((NUM_BLOCKS * BLOCK_BYTES, 17), "do not lie"), ((0, 4097), "4096 bytes")]:
+        number = channel.num_ordered
+        channel.order([piece])
+        client._await(number)
+        assert reason in channel.error(number)
+    assert puller.ends.of(peer.pull([1], [1])) == ""
+
+
+def test_a_closed_peer_keeps_no_memory_of_the_exporter(exporter: Exporter, puller: Puller) -> None:
+    peer = puller.connect(exporter)
+    assert puller.ends.of(peer.pull([1], [1])) == ""
+    memory = weakref.ref(peer._client._channel._memory)
+    peer.close()
+    del peer
+    gc.collect()
+    assert memory() is None
+
+
+def test_a_channel_left_in_mid_pull_serves_who_claims_it_next(exporter: Exporter, puller: Puller) -> None:
+    peer = puller.connect(exporter)
+    pull = stall_exporter_in_mid_pull(exporter, puller, peer)
+    pull.cancel()
+    assert puller.ends.of(pull) == "cancelled"
+    left = peer._client._channel
+    assert left.num_ordered > left.num_filled
+    peer.close()
+    exporter.ask("resume")
+    again = puller.connect(exporter)
+    assert again._client._channel.num_ordered > left.num_buffers  # the same channel
+    assert puller.ends.of(again.pull(range(NUM_BLOCKS), range(NUM_BLOCKS))) == ""
+    assert np.array_equal(puller.cache, content(NUM_BLOCKS, BLOCK_BYTES))

@@ -1,0 +1,21 @@
+"""GPU machines may have torch and numpy alone; machines without a GPU not even those libraries that only GPUs need."""
+
+import subprocess
+import sys
+
+from tests.kv_transfer.processes import ROOT, TIMEOUT_S
+
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+sys.modules |= dict.fromkeys(["numba", "torch", "triton", "nixl", "pynvml"])
+import kv_transfer
+for module in pkgutil.iter_modules(kv_transfer.__path__, "kv_transfer."):
+    importlib.import_module(module.name)
+    print(module.name)
+"""
+
+
+def test_every_module_imports_without_what_is_optional() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORT_ALL], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    assert {"kv_transfer.cuda_driver", "kv_transfer.nixl", "kv_transfer.select"} <= set(done.stdout.split())

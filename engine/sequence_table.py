@@ -67,7 +67,7 @@ class SequenceTable:
         self.row, self.tokens, self.goal, self.computed, self.capacity, self.limit, self.cap = self._state[:7]
         self.edge, self.chained, self.base, self.attempt, self.fresh, self.ignore_eos = self._state[7:]
         self.no_stops: Int32 = np.full(max_num_seqs, NEVER, np.int32)
-        """Never written to."""
+        """For batches in which nobody has stop tokens of his own. Never written to."""
         self.slot: Int64 = np.zeros(max_num_seqs, np.int64)
         self.running: list[Sequence] = []
         self.num_own_stops = 0

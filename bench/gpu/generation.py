@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -11,16 +10,11 @@ from bench.gpu.models import BLOCK_SIZE, NUM_BLOCKS
 from bench.gpu.setting import Setting
 from engine.config import EngineConfig
 from engine.proposer import NGramProposer
-from engine.runner import Batch, Runner, StepOutput
-from engine.runners.cuda import CUDARunner
+from engine.runner import Batch, Launched, LaunchingRunner, Runner, StepOutput
 from engine.scheduler import Scheduler
 from engine.sequence import Request
 from protocol.messages import RequestKey, SamplingParams
 from router.admission import ClientRequest
-
-
-class Launched(Protocol):
-    def result(self) -> StepOutput: ...
 
 
 class Executed:
@@ -96,4 +90,4 @@ def generate(runner: Runner, config: EngineConfig, requests: Sequence[ClientRequ
 
 
 def launch(runner: Runner, batch: Batch) -> Launched:
-    return runner.launch(batch) if isinstance(runner, CUDARunner) else Executed(runner.execute(batch))
+    return runner.launch(batch) if isinstance(runner, LaunchingRunner) else Executed(runner.execute(batch))

@@ -16,7 +16,6 @@ from bench.gpu.setting import SHARED_MEMORY, Setting
 from protocol.messages import ReplicaStatus
 from router.admission import ClientRequest
 
-
 ALONE = "one engine, no transfer"
 
 
@@ -42,8 +41,9 @@ def run(setting: Setting) -> Iterator[Item]:
     expected = generate(cpu, engine_config(setting), requests)
     for what, got in answers.items():
         yield from compare(what, requests, expected, got, cpu)
-        equal = sum(got[name] == answers[ALONE][name] for name in got) if ALONE in answers else 0
-        yield Note(f"{what}: {equal} of {len(requests)} answers are those of the one engine, token by token")
+        if what != ALONE and ALONE in answers:
+            equal = sum(got[name] == answers[ALONE][name] for name in got)
+            yield Note(f"{what}: {equal} of {len(requests)} answers are those of the one engine, token by token")
 
 
 def _answer(setting: Setting, what: str, requests: list[ClientRequest]) -> tuple[Answers, ReplicaStatus]:

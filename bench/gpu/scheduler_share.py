@@ -9,11 +9,12 @@ from statistics import median
 import numpy as np
 import torch
 
-from bench.gpu.generation import Launched, launch
+from bench.gpu.generation import launch
 from bench.gpu.models import BLOCK_SIZE, gpu_runner, large_model, make_cache
 from bench.gpu.report import Cell, Column, Item, Note, Table
 from bench.gpu.setting import Setting
 from engine.config import EngineConfig
+from engine.runner import Launched
 from engine.runners.cuda import CUDARunner
 from engine.scheduler import Scheduler
 from engine.sequence import Request

@@ -79,6 +79,18 @@ def test_the_oldest_of_several_blocks_with_one_hash_is_hit() -> None:
     assert blocks.take_hash_changes() == ((), ())
 
 
+def test_twins_are_found_in_the_order_in_which_they_were_named() -> None:
+    blocks = BlockManager(4)
+    taken = blocks.allocate(3).tolist()
+    for block in taken:
+        blocks.insert(names("a"), [block])
+    found = []
+    while hits := lookup(blocks, "a"):
+        found += hits
+        blocks.forget(hits)
+    assert found == taken
+
+
 def test_an_evicted_twin_leaves_the_other_to_be_found() -> None:
     blocks = BlockManager(3)
     taken = blocks.allocate(2)

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.engine.chain_model import answer_of
@@ -40,6 +41,17 @@ def test_no_step_waits_for_a_compiler() -> None:
         assert len(loop.signatures) == 1, loop
     for loop in (*(sequences.place, sequences.name_filled, sequences.launch, sequences.append), sequences.close_gaps, sequences.follow):
         assert len(loop.signatures) == 1, loop
+
+
+def test_positions_close_up_and_flights_follow() -> None:
+    loops = Driver().scheduler._state.table.loops
+    state, slot = np.array([[0, 1, 2, 3, 4, 5, 6, 7]] * 2, np.int32), np.arange(10, 18)
+    gone = np.array([1, 2, 5], np.int32)
+    loops.close_gaps(state, slot, gone, 7)
+    assert [*state[:, :4].tolist(), slot[:4].tolist()] == [[0, 3, 4, 6], [0, 3, 4, 6], [10, 13, 14, 16]]
+    positions = np.array([-1, 0, 2, -1, 3, 5, 6], np.int32)
+    loops.follow(positions, gone)
+    assert positions.tolist() == [-1, 0, -1, -1, 1, -1, 3]
 
 
 def test_without_numba_they_do_the_same() -> None:

@@ -20,7 +20,7 @@ from kv_transfer.block_ids import Int64, checked_pairs, merged_runs
 from kv_transfer.device import Device, DeviceBlocks, Gather
 from kv_transfer.device_pool import DevicePool, DeviceStream
 from kv_transfer.endpoint import offer_of, single
-from kv_transfer.lease import barrier
+from kv_transfer.lease import read_word
 from kv_transfer.pull_thread import Pull, PullThread
 from kv_transfer.segment import NONCE_BYTES, SharedSegment
 from kv_transfer.transport import Endpoint
@@ -72,8 +72,7 @@ class CudaIpcPeer:
         return pull
 
     def read_word(self, slot: int) -> int:
-        barrier()
-        return int(self._segment.words[slot])
+        return read_word(self._segment.words, slot)
 
     def close(self) -> None:
         self._thread.close()

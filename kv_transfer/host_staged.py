@@ -26,7 +26,7 @@ from kv_transfer.channel import Channel, channel_bytes
 from kv_transfer.device import Device, DeviceBlocks
 from kv_transfer.device_pool import DevicePool, DeviceStream
 from kv_transfer.endpoint import offer_of, single
-from kv_transfer.lease import barrier
+from kv_transfer.lease import read_word
 from kv_transfer.pull_thread import Pull, PullThread
 from kv_transfer.segment import SharedSegment, open_verified
 from kv_transfer.staging_client import StagingClient
@@ -92,8 +92,7 @@ class HostStagedPeer:
         return pull
 
     def read_word(self, slot: int) -> int:
-        barrier()
-        return int(self._segment.words[slot])
+        return read_word(self._segment.words, slot)
 
     def close(self) -> None:
         self._thread.close()

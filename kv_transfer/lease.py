@@ -23,6 +23,12 @@ def barrier() -> None:
         pass
 
 
+def read_word(words: Words, slot: int) -> int:
+    """The decode side's read: the word as it is now, after every byte that was read before."""
+    barrier()
+    return int(words[slot])
+
+
 class LeaseTable:
     """One prefill engine's lease words. `words` may lie in shared memory and is cleared here, before any cache is handed out."""
 

@@ -15,7 +15,7 @@ import numpy as np
 from kv_transfer.block_ids import checked_pairs
 from kv_transfer.copy_blocks import copy_blocks
 from kv_transfer.endpoint import offer_of, single
-from kv_transfer.lease import barrier
+from kv_transfer.lease import read_word
 from kv_transfer.pull_thread import Pull, PullThread
 from kv_transfer.segment import SharedSegment
 from kv_transfer.transport import Blocks, Endpoint
@@ -43,8 +43,7 @@ class SharedMemoryPeer:
         return pull
 
     def read_word(self, slot: int) -> int:
-        barrier()
-        return int(self._segment.words[slot])
+        return read_word(self._segment.words, slot)
 
     def close(self) -> None:
         self._segment.close()

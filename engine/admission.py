@@ -31,21 +31,21 @@ def check_servable(state: SchedulerState, request: Request) -> None:
         raise InvalidRequest("prompt_token_ids", num_prompt, limit)
 
 
-def seat_arrived(state: SchedulerState, budget: int) -> list[int]:
-    """Seats arrived sequences while there are seats and tokens; their blocks hold the next token too. Returns the tokens of each: 1."""
-    newcomers: list[int] = []
-    while state.arrived and budget > len(newcomers) and state.has_seat():
+def seat_arrived(state: SchedulerState, budget: int) -> int:
+    """Seats arrived sequences, with 1 token each, while there are seats and tokens; their blocks hold the next token too. Returns what is
+    left of the budget."""
+    while state.arrived and budget > 0 and state.has_seat():
         sequence = state.arrived.popleft()
-        _seat(state, sequence, sequence.num_first, sequence.blocks, hashed=sequence.num_first)
+        position = _seat(state, sequence, sequence.num_first, sequence.blocks, hashed=sequence.num_first)
+        state.table.num[position] = 1
         _note_admission(state, sequence, sequence.num_cached)
         sequence.blocks = NO_BLOCKS
-        newcomers.append(1)
-    return newcomers
+        budget -= 1
+    return budget
 
 
-def serve_line(state: SchedulerState, budget: int, *, alone: bool) -> list[int]:
-    """Admits and reserves from the head of the line until somebody does not fit. Returns the tokens of each that was admitted."""
-    newcomers: list[int] = []
+def serve_line(state: SchedulerState, budget: int, *, alone: bool) -> None:
+    """Admits and reserves from the head of the line until somebody does not fit."""
     while (sequence := state.line.head()) is not None and not state.closed:
         if sequence.kv == "remote":
             if not _reserve(state, sequence):
@@ -60,8 +60,6 @@ def serve_line(state: SchedulerState, budget: int, *, alone: bool) -> list[int]:
             if num == 0:
                 break
             budget -= num
-            newcomers.append(num)
-    return newcomers
 
 
 def _admit(state: SchedulerState, sequence: Sequence, budget: int, *, alone: bool) -> int:
@@ -81,17 +79,18 @@ def _admit(state: SchedulerState, sequence: Sequence, budget: int, *, alone: boo
     num = min(num, budget)
     first = state.num_blocks(computed + num)
     full = first if config.prompt_reservation == "none" else state.num_blocks(known)
-    if not _fits(state, full, hits):
+    blocks = _allocate(state, full, full if config.prompt_reservation == "hold" else first, hits)
+    if blocks is None:
         return 0
     state.line.pop()
-    blocks = state.blocks.allocate(full if config.prompt_reservation == "hold" else first, hits)
     if sequence.host_blocks:
         state.swap_in += zip(sequence.host_blocks[len(hits) :], blocks[len(hits) :].tolist(), strict=False)
         state.drop_swapped(sequence)
     position = _seat(state, sequence, computed, blocks, hashed=cached)
     _note_admission(state, sequence, computed)
+    state.table.num[position] = num
     if computed + num >= state.table.edge[position]:
-        state.name_filled(np.array([num], np.int32), position)
+        state.name_filled(position, position + 1)
     return num
 
 
@@ -99,10 +98,11 @@ def _reserve(state: SchedulerState, sequence: Sequence) -> bool:
     """Takes a remote request's whole destination, the slot of its next token included. False: it does not fit."""
     count = state.num_blocks(_num_remote_tokens(sequence.request))
     hits = _lookup(state, sequence, sequence.num_first)
-    if not _fits(state, count, hits):
+    blocks = _allocate(state, count, count, hits)
+    if blocks is None:
         return False
     state.line.pop()
-    sequence.blocks = state.blocks.allocate(count, hits)
+    sequence.blocks = blocks
     sequence.num_published = len(hits)
     sequence.num_cached = len(hits) * state.config.block_size
     sequence.stage = "reserved"
@@ -121,14 +121,14 @@ def _lookup(state: SchedulerState, sequence: Sequence, max_num_tokens: int) -> I
     if not state.config.enable_prefix_caching:
         return NO_BLOCKS
     limit = max_num_tokens // state.config.block_size
-    sequence.extend_chain(sequence.tokens, limit, state.config.block_size)
+    state.table.extend_chain(sequence, limit)
     return state.blocks.lookup(sequence.chain[1 : limit + 1])
 
 
-def _fits(state: SchedulerState, count: int, hits: Int32) -> bool:
-    """Whether `count` blocks, `hits` among them, can be taken, with the watermark to spare while anything runs."""
+def _allocate(state: SchedulerState, room: int, count: int, hits: Int32) -> Int32 | None:
+    """`count` blocks, `hits` first, if there is room for `room` blocks, and the watermark to spare while anything runs."""
     spare = int(state.config.watermark * state.blocks.num_blocks) if len(state.table) else 0
-    return count - len(hits) + state.blocks.num_free_among(hits) + spare <= state.blocks.num_free
+    return state.blocks.allocate_if(room + spare, count, hits)
 
 
 def _seat(state: SchedulerState, sequence: Sequence, computed: int, blocks: Int32, *, hashed: int) -> int:

@@ -26,7 +26,6 @@ MAX_SERIAL = 2**31 - 1
 Int32 = npt.NDArray[np.int32]
 
 NO_BLOCKS: Int32 = np.zeros(0, np.int32)
-NO_HASHES: Int32 = np.zeros((0, HASH_WORDS), np.int32)
 
 
 class BlockManager:
@@ -87,12 +86,16 @@ class BlockManager:
 
         Raises ProtocolError if fewer are free: callers look first.
         """
-        if count - len(hits) + self.num_free_among(hits) > self.num_free:
+        taken = self.allocate_if(count, count, hits)
+        if taken is None:
             raise ProtocolError(f"{count} blocks asked for, {self.num_free} are free")
+        return taken
+
+    def allocate_if(self, room: int, count: int, hits: Int32 = NO_BLOCKS) -> Int32 | None:
+        """The same if there are enough for `room` >= `count` blocks; else None."""
         taken: Int32 = np.empty(count, np.int32)
         taken[: len(hits)] = hits
-        self.loops.take(*self.arrays, taken, len(hits))
-        return taken
+        return taken if self.loops.take(*self.arrays, taken, len(hits), room) else None
 
     def release(self, blocks: Seq[int] | Int32) -> None:
         """Gives up one reference to each block of one owner, given in sequence order (no block twice); the tail becomes reusable first."""

@@ -185,8 +185,21 @@ def pop(blocks: Int32, index: Int32, counts: Int64, log: Int32) -> Int:
 
 
 @compiled_loop
-def take(blocks: Int32, index: Int32, counts: Int64, log: Int32, taken: Int32, num_found: Int) -> None:
-    """One more reference to each of the first `num_found` of `taken`; free blocks fill the rest of it."""
+def count_free(blocks: Int32, among: Int32) -> Int:
+    """How many of `among` are free."""
+    count = 0
+    for block in among:
+        if not blocks[block, REFERENCES]:
+            count += 1
+    return count
+
+
+@compiled_loop
+def take(blocks: Int32, index: Int32, counts: Int64, log: Int32, taken: Int32, num_found: Int, room: Int) -> Int:
+    """One more reference to each of the first `num_found` of `taken`; free blocks fill the rest of it. Returns 1; 0, changing nothing, if
+    there were not enough for `room` blocks, those found included."""
+    if room - num_found + count_free(blocks, taken[:num_found]) > counts[NUM_BLANK] + counts[NUM_CACHED]:
+        return 0
     for block in taken[:num_found]:
         if not blocks[block, REFERENCES]:
             _unlink(blocks, counts, block)
@@ -196,6 +209,7 @@ def take(blocks: Int32, index: Int32, counts: Int64, log: Int32, taken: Int32, n
         blocks[block, REFERENCES] += 1
     for i in range(num_found, len(taken)):
         taken[i] = pop(blocks, index, counts, log)
+    return 1
 
 
 @compiled_loop
@@ -228,16 +242,6 @@ def free_kept(blocks: Int32, counts: Int64, kept: Int32, serial: Int) -> None:
             blocks[block, REFERENCES] = 0
             counts[NUM_KEPT] -= 1
             _make_free(blocks, counts, block)
-
-
-@compiled_loop
-def count_free(blocks: Int32, among: Int32) -> Int:
-    """How many of `among` are free."""
-    count = 0
-    for block in among:
-        if not blocks[block, REFERENCES]:
-            count += 1
-    return count
 
 
 @compiled_loop
@@ -276,7 +280,7 @@ def compile_all() -> None:
     counts = np.zeros(NUM_COUNTS, np.int64)
     arrays = plane, plane, counts, space
     with one_compiles(__file__):
-        take(*arrays, line, 0)
+        take(*arrays, line, 0, 0)
         release(plane, counts, line, 0, line)
         free_kept(plane, counts, line, 0)
         count_free(plane, line)

@@ -4,11 +4,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["compiled_loop", "one_compiles"]
+__all__ = ["COMPILED", "compiled_loop", "one_compiles"]
 
 try:
     from engine.kernel_cache import compiled_loop, one_compiles
+
+    COMPILED = True
 except ImportError:  # numba is absent
+    COMPILED = False
 
     def compiled_loop(function: Callable[..., Any]) -> Any:
         return function

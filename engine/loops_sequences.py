@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from engine.loops_blocks import NUM_BLANK, NUM_CACHED, NUM_COUNTS, name_block, pop
 from engine.loops_compile import compiled_loop, one_compiles
+from engine.loops_hash import NUM_WORDS, Uint64, hash_block
 from protocol.block_hash import HASH_WORDS
 
 Int32 = npt.NDArray[np.int32]
@@ -19,10 +20,8 @@ Bool = npt.NDArray[np.bool_]
 Int = Any
 """A Python int, or a number out of an array."""
 
-STOPPED = 1
-COMPLETE = 2
-FRESH = 4
-"""Marks of `append`: ended by a stop token, ended at all, got the first token that it got here."""
+NUM_LINES = 14
+"""Of a table's `state` [NUM_LINES, seats]: the numbers of a sequence, its row first."""
 
 
 @compiled_loop
@@ -38,25 +37,26 @@ def place(
     block_tables: Int32,
     block_size: Int,
     num: Int32,
+    count: Int,
     threshold: Int,
     budget: Int,
 ) -> Int:
-    """Writes to `num` the tokens of the first len(num) sequences, each up to its goal and up to `threshold`, together up to `budget`,
-    and gives them the blocks for these. Returns 1; 0 if blocks lack: then nobody got one."""
+    """Writes to `num` the tokens of the first `count` sequences, each up to its goal and up to `threshold`, together up to `budget`,
+    and gives them the blocks for these. Returns what is left of the budget; -1 if blocks lack: then nobody got one."""
     wanted = 0
-    for i in range(len(num)):
+    for i in range(count):
         num[i] = min(goal[i] - computed[i], threshold, budget)
         budget -= num[i]
         lacking = computed[i] + num[i] - capacity[i]
         if lacking > 0:
             wanted += (lacking + block_size - 1) // block_size
     if wanted > counts[NUM_BLANK] + counts[NUM_CACHED]:
-        return 0
-    for i in range(len(num)):
+        return -1
+    for i in range(count):
         while capacity[i] < computed[i] + num[i]:
             block_tables[row[i], capacity[i] // block_size] = pop(blocks, index, counts, log)
             capacity[i] += block_size
-    return 1
+    return budget
 
 
 @compiled_loop
@@ -73,41 +73,32 @@ def name_filled(
     block_tables: Int32,
     known: Int32,
     chains: Int32,
-    first: Int,
     num: Int32,
-    unhashed: Int32,
-    positions: Int32,
-    new_hashes: Int32,
-) -> Int:
-    """Makes the blocks findable that `num` more tokens, for the len(num) sequences from position `first` on, fill with known tokens.
+    first: Int,
+    end: Int,
+    words: Uint64,
+) -> None:
+    """Makes the blocks findable that `num` more tokens, for the sequences at positions `first` to `end` - 1, fill with known tokens.
 
-    `known` [rows, n, block_size]: their tokens, `chains` [rows, n + 1, 4]: their hashes. Where a hash is not known yet, what it is made
-    of goes to `unhashed` [seats, 4 + block_size]: parent and tokens, of one block of each sequence, and its position to `positions`.
-    Returns how many; call it again with their hashes as `new_hashes` (at first empty) until there are none.
+    `known` [rows, n, block_size]: their tokens, `chains` [rows, n + 1, 4]: their hashes, to which those not known yet are added.
     """
     size = known.shape[2]
-    for i in range(len(new_hashes)):
-        at = positions[i]
-        for word in range(HASH_WORDS):
-            chains[row[at], edge[at] // size, word] = new_hashes[i, word]
-        chained[at] = edge[at]
-    num_unhashed = 0
-    for i in range(len(num)):
-        at = first + i
-        filled = min(computed[at] + num[i], tokens[at])
-        while edge[at] <= filled:
-            end = edge[at] // size
-            if edge[at] > chained[at]:
-                for word in range(HASH_WORDS):
-                    unhashed[num_unhashed, word] = chains[row[at], end - 1, word]
-                for token in range(size):
-                    unhashed[num_unhashed, HASH_WORDS + token] = known[row[at], end - 1, token]
-                positions[num_unhashed] = at
-                num_unhashed += 1
-                break
-            name_block(blocks, index, counts, log, block_tables[row[at], end - 1], chains[row[at]], end)
-            edge[at] += size
-    return num_unhashed
+    for i in range(first, end):
+        filled = min(computed[i] + num[i], tokens[i])
+        while edge[i] <= filled:
+            block, hashes = edge[i] // size, chains[row[i]]
+            if edge[i] > chained[i]:
+                hash_block(hashes[block - 1], known[row[i], block - 1], hashes[block], words)
+                chained[i] = edge[i]
+            name_block(blocks, index, counts, log, block_tables[row[i], block - 1], hashes, block)
+            edge[i] += size
+
+
+@compiled_loop
+def extend(chain: Int32, num_known: Int, tokens: Int32, block_size: Int, words: Uint64) -> None:
+    """Fills `chain` [n + 1, 4] up, a root hash and those of n blocks of `tokens`, of which the first `num_known` are there."""
+    for i in range(num_known, len(chain)):
+        hash_block(chain[i - 1], tokens[(i - 1) * block_size : i * block_size], chain[i], words)
 
 
 @compiled_loop
@@ -119,22 +110,21 @@ def launch(
     cap: Int32,
     num: Int32,
     drafted: Int,
-    positions: Int32,
-    rows: Int32,
-    num_scheduled: Int32,
-    num_computed: Int32,
-    ahead: Int32,
+    entries: Int32,
     sample: Bool,
 ) -> Int:
-    """Counts `num` tokens of the first len(num) sequences as computed. Writes the arrays of the batch, and how many of the tokens are not
-    known yet (`ahead`); returns B, for those without tokens are not in it. `drafted`: 1 if all tokens up to the goal are there."""
+    """Counts `num` tokens of each sequence as computed, `sample` and `entries` [5, n] having room for n of them.
+
+    Writes for each that has tokens whether it samples, and its position, row, tokens, those computed before, and how many of the tokens
+    are not known yet. Returns their number B. `drafted`: 1 if all tokens up to the goal are there.
+    """
     count = 0
-    for i in range(len(num)):
+    for i in range(len(sample)):
         if not num[i]:
             continue
         target = computed[i] + num[i]
-        positions[count], rows[count], num_scheduled[count], num_computed[count] = i, row[i], num[i], computed[i]
-        ahead[count] = max(target - tokens[i], 0)
+        entries[0, count], entries[1, count], entries[2, count], entries[3, count] = i, row[i], num[i], computed[i]
+        entries[4, count] = max(target - tokens[i], 0)
         computed[i] = target
         if drafted:
             sample[count] = target >= tokens[i]
@@ -155,6 +145,7 @@ def append(
     attempt: Int32,
     fresh: Int32,
     ignore_eos: Int32,
+    offer: Int32,
     slot: Int64,
     token_ids: Int32,
     positions: Int32,
@@ -163,17 +154,19 @@ def append(
     eos_token_ids: Int32,
     stops: Int32,
     entries: Int32,
+    news: Int32,
     slots: Int64,
     flat: Int32,
-) -> tuple[Int, Int]:
+) -> tuple[Int, Int, Int, Int]:
     """Makes sampled tokens known, up to the end of each answer.
 
     `positions` [B], -1: left meanwhile; `sampled` [B, K]: its tokens, valid in the first `num_sampled[i]` columns; `stops`: [B] number of
-    them up to the first of its own stop tokens, beyond K: none. Writes for each of the R <= B sequences that got tokens `entries` [6, B]:
-    index in the batch, position, attempt, offset, tokens kept, marks; its slot; and all kept tokens to `flat` [B K]. Returns R and how
-    many tokens were kept.
+    them up to the first of its own stop tokens, beyond K: none. Writes for each of the R <= B sequences that got tokens `entries` [5, B]:
+    index in the batch, position, attempt, offset, tokens kept; its slot; and all kept tokens to `flat` [B K]. Then to `news` [3, B] which
+    of the R got their first token, the positions of those that are complete, and whether a stop token ended them. Returns R, how many
+    tokens were kept, are first ones, and how many sequences are complete.
     """
-    count, num_flat = 0, 0
+    count, num_flat, num_fresh, num_complete = 0, 0, 0, 0
     for i in range(len(positions)):
         at = positions[i]
         if at < 0 or not num_sampled[i]:
@@ -189,15 +182,44 @@ def append(
                     stopped |= token == end
             stopped |= stops[i] == kept
         tokens[at] = before + kept
-        marks = FRESH if fresh[at] else 0
-        if stopped or tokens[at] >= limit[at]:
-            marks |= COMPLETE | STOPPED if stopped else COMPLETE
+        if fresh[at]:
+            fresh[at] = 0
+            news[0, num_fresh] = count
+            num_fresh += 1
+        if stopped or offer[at] or tokens[at] >= limit[at]:
+            news[1, num_complete], news[2, num_complete] = at, stopped
+            num_complete += 1
         entries[0, count], entries[1, count], entries[2, count] = i, at, attempt[at]
-        entries[3, count], entries[4, count], entries[5, count] = base[at] + before, kept, marks
+        entries[3, count], entries[4, count] = base[at] + before, kept
         slots[count] = slot[at]
         num_flat += kept
         count += 1
-    return count, num_flat
+    return count, num_flat, num_fresh, num_complete
+
+
+@compiled_loop
+def enter(
+    state: Int32,
+    position: Int,
+    numbers: tuple[int, ...],
+    token_ids: Int32,
+    block_tables: Int32,
+    chains: Int32,
+    tokens: Int32,
+    blocks: Int32,
+    chain: Int32,
+) -> None:
+    """Writes `numbers` to a position, and known tokens, blocks and hashes to the row, which is the first of the numbers."""
+    row = numbers[0]
+    for line in range(len(state)):
+        state[line, position] = numbers[line]
+    for i in range(len(tokens)):
+        token_ids[row, i] = tokens[i]
+    for i in range(len(blocks)):
+        block_tables[row, i] = blocks[i]
+    for i in range(len(chain)):
+        for word in range(HASH_WORDS):
+            chains[row, i, word] = chain[i, word]
 
 
 @compiled_loop
@@ -232,12 +254,14 @@ def follow(positions: Int32, gone: Int32) -> None:
 def compile_all() -> None:
     """Calls every loop once, with nothing to do."""
     line, plane, space = (np.zeros((0,) * num_axes, np.int32) for num_axes in (1, 2, 3))
-    slots, sample = np.zeros(0, np.int64), np.zeros(0, np.bool_)
+    slots, sample, words = np.zeros(0, np.int64), np.zeros(0, np.bool_), np.zeros(NUM_WORDS, np.uint64)
     arrays = plane, plane, np.zeros(NUM_COUNTS, np.int64), space
     with one_compiles(__file__):
-        place(*arrays, line, line, line, line, plane, 1, line, 0, 0)
-        name_filled(*arrays, line, line, line, line, line, plane, space, space, 0, line, plane, line, plane)
-        launch(line, line, line, line, line, line, 0, line, line, line, line, line, sample)
-        append(line, line, line, line, line, line, line, slots, plane, line, line, plane, line, line, plane, slots, line)
+        place(*arrays, line, line, line, line, plane, 1, line, 0, 0, 0)
+        name_filled(*arrays, line, line, line, line, line, plane, space, space, line, 0, 0, words)
+        extend(plane, 0, line, 1, words)
+        launch(line, line, line, line, line, line, 0, plane, sample)
+        append(line, line, line, line, line, line, line, line, slots, plane, line, line, plane, line, line, plane, plane, slots, line)
+        enter(plane, 0, (0,) * NUM_LINES, plane, plane, space, line, line, plane)
         close_gaps(plane, slots, line, 0)
         follow(line, line)

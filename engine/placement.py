@@ -21,29 +21,31 @@ def step_budget(state: SchedulerState) -> int:
     return min(config.max_num_batched_tokens, sizes[0]) if num_decodes and sizes else config.max_num_batched_tokens
 
 
-def place_running(state: SchedulerState, budget: int, *, alone: bool) -> Int32 | None:
-    """Tokens for each running sequence, int32 [number that still run], in admission order, with the blocks for them allocated.
+def place_running(state: SchedulerState, budget: int, *, alone: bool) -> int | None:
+    """Gives each running sequence, in admission order, tokens (`table.num`) and the blocks for them. Returns what is left of the budget.
 
     `alone`: only one sequence is there at all. None: somebody would have to go while a step is in flight; nothing was changed.
     """
-    table, config, blocks = state.table, state.config, state.blocks
-    num: Int32 = np.empty(len(table), np.int32)
+    table, config = state.table, state.config
     threshold = config.long_prefill_token_threshold if config.long_prefill_token_threshold and not alone else NEVER
-    if table.loops.place(
-        *blocks.arrays, table.row, table.goal, table.computed, table.capacity, table.block_tables, config.block_size, num, threshold, budget
-    ):
-        return num
+    left: int = table.loops.place(
+        *(*state.blocks.arrays, table.row, table.goal, table.computed, table.capacity, table.block_tables),
+        *(config.block_size, table.num, len(table), threshold, budget),
+    )
+    if left >= 0:
+        return left
     if table.flights:
         return None
     if config.scheduling_policy == "priority":
         return _place_by_priority(state, budget, threshold)
-    return _place_evicting_newest(state, num)
+    return _place_evicting_newest(state, budget)
 
 
-def _place_evicting_newest(state: SchedulerState, num: Int32) -> Int32:
+def _place_evicting_newest(state: SchedulerState, budget: int) -> int:
     """fcfs: the newest goes, possibly the one that asks. Victims were not placed yet, so what the others got stands."""
     table = state.table
     end = count = len(table)
+    num = table.num[:count]
     lacking = table.computed[:count] + num > table.capacity[:count]
     for position in lacking.nonzero()[0].tolist():
         want = _want(state, position, int(num[position]))
@@ -63,10 +65,10 @@ def _place_evicting_newest(state: SchedulerState, num: Int32) -> Int32:
         break
     if end < count:
         state.leave(range(end, count))
-    return num[:end]
+    return budget - int(num[:end].sum())
 
 
-def _place_by_priority(state: SchedulerState, budget: int, threshold: int) -> Int32:
+def _place_by_priority(state: SchedulerState, budget: int, threshold: int) -> int:
     """priority: the worst (priority, arrival) goes, the first of equals; what it was given in this step returns to the budget."""
     table, count = state.table, len(state.table)
     given = dict.fromkeys(range(count), 0)
@@ -93,7 +95,8 @@ def _place_by_priority(state: SchedulerState, budget: int, threshold: int) -> In
             budget -= num
     if len(given) < count:
         state.leave([position for position in range(count) if position not in given])
-    return np.array(list(given.values()), np.int32)
+    table.num[: len(given)] = list(given.values())
+    return budget
 
 
 def _place_last(state: SchedulerState, position: int, num: int) -> int | None:

@@ -17,32 +17,30 @@ def append_tokens(state: SchedulerState, batch: Batch, positions: Int32, output:
     """Applies what was sampled. `positions`: int32 [B], of the batch's sequences now, -1 where one has left."""
     table, loops = state.table, state.table.loops
     num_columns = output.token_ids.shape[1]
-    entries: Int32 = np.empty((6, len(positions)), np.int32)
+    entries: Int32 = np.empty((5, len(positions)), np.int32)
+    news: Int32 = np.empty((3, len(positions)), np.int32)
     slots: Int64 = np.empty(len(positions), np.int64)
     token_ids: Int32 = np.empty(len(positions) * num_columns, np.int32)
     sampled = np.ascontiguousarray(output.token_ids, np.int32)
-    count, num_tokens = loops.append(
-        *(table.row, table.tokens, table.limit, table.base, table.attempt, table.fresh, table.ignore_eos, table.slot, table.token_ids),
+    count, num_tokens, num_fresh, num_complete = loops.append(
+        *(table.row, table.tokens, table.limit, table.base, table.attempt, table.fresh, table.ignore_eos, table.offer),
+        *(table.slot, table.token_ids),
         *(positions, np.ascontiguousarray(output.counts, np.int32), sampled, state.eos_token_ids, _own_stops(state, positions, sampled)),
-        *(entries, slots, token_ids),
+        *(entries, news, slots, token_ids),
     )
-    indices, at, attempts, offsets, counts, marks = entries[:, :count]
+    indices, at, attempts, offsets, counts = entries[:, :count]
     committed = Committed(
         batch=batch, slots=slots[:count], attempts=attempts, offsets=offsets, counts=counts, token_ids=token_ids[:num_tokens]
     )
     if output.logprobs:
         _note_logprobs(committed, [output.logprobs.get(index) for index in indices.tolist()])
-    if state.num_offers:
-        marks |= np.array([loops.COMPLETE * (table.running[position].kv == "offer") for position in at.tolist()], np.int32)
-    fresh = (marks & loops.FRESH).nonzero()[0]
-    if fresh.size:
-        _note_first(state, committed, at[fresh].tolist(), fresh.tolist())
-    done = marks & loops.COMPLETE > 0
+    if num_fresh:
+        _note_first(state, committed, at, news[0, :num_fresh].tolist())
     if state.proposer is not None:
         table.computed[at] = table.tokens[at] - 1
-        _propose(state, state.proposer, at[~done])
-    if np.count_nonzero(done):
-        _finish(state, committed, at[done].tolist(), (marks[done] & loops.STOPPED).tolist())
+        _propose(state, state.proposer, np.setdiff1d(at, news[1, :num_complete]))
+    if num_complete:
+        _finish(state, committed, *news[1:, :num_complete].tolist())
     return committed
 
 
@@ -67,17 +65,16 @@ def _note_logprobs(committed: Committed, logprobs: list[list[TokenLogprobs] | No
             committed.logprobs += [Logprobs(slot, attempt, offset + ahead, value) for ahead, value in enumerate(kept)]
 
 
-def _note_first(state: SchedulerState, committed: Committed, positions: list[int], indices: list[int]) -> None:
-    """Marks first tokens of the sequences at `positions`, whose entries in `committed` are `indices`.
+def _note_first(state: SchedulerState, committed: Committed, positions: Int32, indices: list[int]) -> None:
+    """Notes the first tokens of the entries `indices` of `committed`; `positions`: of all entries' sequences.
 
     The entry of a remote one gets the token its prefill engine sampled in front.
     """
     table = state.table
     where: list[int] = []
     tokens: list[int] = []
-    for position, index in zip(positions, indices, strict=True):
-        table.fresh[position] = 0
-        sequence = table.running[position]
+    for index in indices:
+        sequence = table.running[positions[index]]
         committed.first.append(sequence.request.key)
         if sequence.first_token_id is not None:
             where.append(index)

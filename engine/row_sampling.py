@@ -43,9 +43,9 @@ class RowSampling:
         self.temperatures[row] = params.temperature
         self.seeds[row] = (params.seed or 0) % 2**64
         self.answer_bases[row] = base
-        penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty - 1.0)
-        special = params.temperature >= GREEDY_BELOW or any(penalties) or params.min_tokens > 0 or params.logprobs is not None
-        self.special[row] = special = special or bool(params.logit_bias)
+        special = params.temperature >= GREEDY_BELOW or params.min_tokens > 0 or params.logprobs is not None or bool(params.logit_bias)
+        special = special or params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
+        self.special[row] = special
         if not special:
             return
         self.num_special += 1

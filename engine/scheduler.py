@@ -153,13 +153,13 @@ class Scheduler:
             stage="unoffered",
             limit=min(num_prompt + request.max_tokens, config.max_model_len),
             chain=to_rows([root_hash(self._fingerprint, request.cache_salt)]),
-            tokens=np.asarray(request.prompt_token_ids, np.int32),
+            tokens=np.array(request.prompt_token_ids, np.int32),  # a copy: the loops take no array that must not be written to
             num_first=num_prompt,
             stop_token_ids=frozenset(request.sampling.stop_token_ids),
         )
         sequence.rank = state.line.rank_of(sequence)
         if config.enable_prefix_caching:
-            sequence.extend_chain(sequence.tokens, num_prompt // config.block_size, config.block_size)
+            state.table.extend_chain(sequence, num_prompt // config.block_size)
         state.live[request.key] = sequence
         if request.kv == "remote":
             state.num_unoffered += 1
@@ -248,55 +248,53 @@ class Scheduler:
             return None  # blocks that are still to be copied out look free: a pull into one could not wait for the copy
         alone = len(table) + len(state.line) + len(state.arrived) == 1
         num_preempted = len(state.events.preempted)
-        budget = step_budget(state)
-        num = place_running(state, budget, alone=alone)
-        if num is None:
+        budget = place_running(state, step_budget(state), alone=alone)
+        if budget is None:
             return None
-        state.name_filled(num)
-        budget -= int(np.add.reduce(num))
-        newcomers = seat_arrived(state, budget) if state.arrived else []
+        state.name_filled(0, len(table))
+        if state.arrived:
+            budget = seat_arrived(state, budget)
         preempted = len(state.events.preempted) > num_preempted
         if state.thrash is not None:
             state.thrash.adapt(len(table), preempted=preempted)
         if not preempted:
-            newcomers += serve_line(state, budget - len(newcomers), alone=alone)
-        if newcomers:
-            num = np.concatenate((num, np.array(newcomers, np.int32)))
-        return self._launch(num)
+            serve_line(state, budget, alone=alone)
+        return self._launch()
 
     def take_events(self) -> Events:
         """What schedules decided since the last call."""
         events, self._state.events = self._state.events, Events()
         return events
 
-    def _launch(self, num: Int32) -> Batch | None:
-        """Makes the batch of `num` tokens per running sequence (int32, in running order) and counts them as computed."""
+    def _launch(self) -> Batch | None:
+        """Makes the batch of the tokens that were placed, and counts them as computed."""
         state, table = self._state, self._state.table
-        positions, rows, num_scheduled, num_computed, ahead = np.empty((5, len(num)), np.int32)
-        sample = np.empty(len(num), np.bool_)
+        entries: Int32 = np.empty((5, len(table)), np.int32)
+        sample = np.empty(len(table), np.bool_)
         size = table.loops.launch(
-            *(table.row, table.tokens, table.goal, table.computed, table.cap, num, int(state.proposer is not None)),
-            *(positions, rows, num_scheduled, num_computed, ahead, sample),
+            *(table.row, table.tokens, table.goal, table.computed, table.cap, table.num),
+            *(int(state.proposer is not None), entries, sample),
         )
         if not size and not state.swap_out:
             return None
-        positions, request_ids = positions[:size], table.request_ids
-        if size < len(num):
+        positions, rows, num_scheduled, num_computed, ahead = entries[:, :size]
+        request_ids = table.request_ids
+        if size < len(table):
             request_ids = [request_ids[position] for position in positions.tolist()]
         batch = Batch(
             step=self._step,
-            rows=rows[:size],
-            num_scheduled=num_scheduled[:size],
-            num_computed=num_computed[:size],
+            rows=rows,
+            num_scheduled=num_scheduled,
+            num_computed=num_computed,
             sample=sample[:size],
             token_ids=table.token_ids,
             block_tables=table.block_tables,
             request_ids=request_ids,
             sampling=table.sampling if table.sampling.num_special else None,
-            num_drafts=ahead[:size] if state.proposer is not None else None,
-            pending=ahead[:size] > 0 if table.flights else None,
+            num_drafts=ahead if state.proposer is not None else None,
+            pending=ahead > 0 if table.flights else None,
         )
-        if self.config.cuda_graph_sizes and int(num.max(initial=0)) == 1:
+        if self.config.cuda_graph_sizes and int(num_scheduled.max(initial=0)) == 1:
             state.num_padding_tokens += state.padding(size)
         if state.swap_out or state.swap_in:
             batch.swap_out, batch.swap_in = _pairs(state.swap_out), _pairs(state.swap_in)
@@ -313,7 +311,7 @@ class Scheduler:
             raise ProtocolError("a commit without a batch in flight")
         flight = table.flights.popleft()
         batch, sampled = flight.batch, output.counts > 0
-        if not len(sampled) == len(output.token_ids) == len(batch.sample) or np.count_nonzero(sampled != batch.sample):
+        if len(output.token_ids) != len(sampled) or sampled.tobytes() != batch.sample.tobytes():
             raise ProtocolError(f"step {batch.step}: tokens for entries {sampled.nonzero()[0]}, wanted for {batch.sample.nonzero()[0]}")
         self.blocks.step_committed()
         table.committed(batch.step)

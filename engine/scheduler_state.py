@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from engine.block_manager import NO_HASHES, BlockManager
+from engine.block_manager import BlockManager
 from engine.config import EngineConfig
 from engine.host_pool import HostPool
 from engine.outcome import Events
@@ -17,7 +17,6 @@ from engine.sequence import Sequence
 from engine.sequence_table import SequenceTable
 from engine.thrash import ThrashMeter
 from engine.waiting_line import WaitingLine
-from protocol.block_hash import block_hashes
 from protocol.messages import RequestKey
 
 Int32 = npt.NDArray[np.int32]
@@ -93,12 +92,10 @@ class SchedulerState:
         self.host.release(sequence.host_blocks)
         sequence.host_blocks, sequence.num_swapped = [], 0
 
-    def name_filled(self, num: Int32, first: int = 0) -> None:
-        """Makes the blocks findable that the tokens just placed fill up: int32 [number of sequences], from position `first` on."""
-        table, blocks = self.table, self.blocks
-        hashes = NO_HASHES
-        while count := table.loops.name_filled(
-            *(*blocks.arrays, table.row, table.tokens, table.computed, table.edge, table.chained, table.block_tables),
-            *(table.blocks_of_tokens, table.chains, first, num, table.unhashed, table.unhashed_positions, hashes),
-        ):
-            hashes = block_hashes(table.unhashed[:count])
+    def name_filled(self, first: int, end: int) -> None:
+        """Makes the blocks findable that the tokens just placed for the positions `first` to `end` - 1 fill up."""
+        table = self.table
+        table.loops.name_filled(
+            *(*self.blocks.arrays, table.row, table.tokens, table.computed, table.edge, table.chained, table.block_tables),
+            *(table.blocks_of_tokens, table.chains, table.num, first, end, table.words),
+        )

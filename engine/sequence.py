@@ -6,7 +6,6 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from protocol.block_hash import chain_hashes, to_rows
 from protocol.messages import GenerateRequest, RequestKey, SamplingParams, TokenLogprobs
 
 
@@ -93,10 +92,3 @@ class Sequence:
     num_swapped: int = 0
     row: int = 0
     stop_token_ids: frozenset[int] = frozenset()
-
-    def extend_chain(self, tokens: npt.NDArray[np.int32], num_blocks: int, block_size: int) -> None:
-        """Brings `chain` up to `num_blocks` blocks. `tokens`: int32, at least num_blocks * block_size known tokens."""
-        done = len(self.chain) - 1
-        if done < num_blocks:
-            hashes = chain_hashes(self.chain[-1].tobytes(), tokens[done * block_size : num_blocks * block_size], block_size)
-            self.chain = np.concatenate((self.chain, to_rows(hashes)))

@@ -43,7 +43,7 @@ class SequenceTable:
     being sampled, never past `cap`); `computed` (scheduled ones included); `capacity` of its blocks in tokens; `limit` at which it
     ends; `cap` beyond which nothing is ever computed; `edge` of the next block to make findable; `chained` tokens in blocks whose
     hash is known; `base` + token index = index in the whole answer; `attempt`; `fresh` 1 until its first token was reported;
-    `ignore_eos`.
+    `ignore_eos`; `offer` 1 if its first token ends it here.
     """
 
     def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, eos_token_ids: tuple[int, ...] = ()) -> None:
@@ -59,13 +59,14 @@ class SequenceTable:
         self.block_tables: Int32 = np.zeros((num_rows, max_num_blocks), np.int32)
         self.chains: Int32 = np.empty((num_rows, max_num_blocks + 1, HASH_WORDS), np.int32)
         """Root hash, then the hashes of the full blocks of its known tokens below `chained`."""
-        self.unhashed: Int32 = np.empty((max_num_seqs, HASH_WORDS + block_size), np.int32)
-        self.unhashed_positions: Int32 = np.empty(max_num_seqs, np.int32)
-        """Blocks that wait for their hash for a moment: parent and tokens, and the position of the sequence."""
+        self.words = np.zeros(self.loops.NUM_WORDS, np.uint64)
+        """Where blocks are hashed."""
         self.sampling = RowSampling(num_rows)
-        self._state = np.zeros((13, max_num_seqs), np.int32)
+        self._state = np.zeros((self.loops.NUM_LINES, max_num_seqs), np.int32)
         self.row, self.tokens, self.goal, self.computed, self.capacity, self.limit, self.cap = self._state[:7]
-        self.edge, self.chained, self.base, self.attempt, self.fresh, self.ignore_eos = self._state[7:]
+        self.edge, self.chained, self.base, self.attempt, self.fresh, self.ignore_eos, self.offer = self._state[7:]
+        self.num: Int32 = np.zeros(max_num_seqs, np.int32)
+        """Tokens that the step being scheduled gives to each; per position."""
         self.no_stops: Int32 = np.full(max_num_seqs, NEVER, np.int32)
         """For batches in which nobody has stop tokens of his own. Never written to."""
         self.slot: Int64 = np.zeros(max_num_seqs, np.int64)
@@ -90,11 +91,8 @@ class SequenceTable:
         """Seats a sequence that owns `blocks` (in order) and has `computed` tokens in them. Returns its position."""
         request, tokens = sequence.request, sequence.tokens
         position, row, num_tokens = len(self.running), self._free_rows.pop(), len(tokens)
-        self.token_ids[row, :num_tokens] = tokens
-        self.block_tables[row, : len(blocks)] = blocks
-        self.chains[row, : len(sequence.chain)] = sequence.chain
-        self.sampling.put(row, request.sampling, base=request.offset - sequence.num_first, eos_token_ids=self._eos_token_ids)
-        self._state[:, position] = (
+        base = request.offset - sequence.num_first
+        numbers = (
             row,
             num_tokens,
             min(num_tokens, cap),
@@ -104,17 +102,29 @@ class SequenceTable:
             cap,
             edge,
             (len(sequence.chain) - 1) * self.block_size,
-            request.offset - sequence.num_first,
+            base,
             request.key.attempt,
-            num_tokens == sequence.num_first or sequence.first_token_id is not None,
-            request.sampling.ignore_eos,
+            int(num_tokens == sequence.num_first or sequence.first_token_id is not None),
+            int(request.sampling.ignore_eos),
+            int(sequence.kv == "offer"),
         )
+        self.loops.enter(self._state, position, numbers, self.token_ids, self.block_tables, self.chains, tokens, blocks, sequence.chain)
+        self.sampling.put(row, request.sampling, base=base, eos_token_ids=self._eos_token_ids)
         self.slot[position] = request.slot
         self.running.append(sequence)
         self.num_own_stops += bool(sequence.stop_token_ids)
         self.request_ids = [*self.request_ids, request.key.request_id]
         sequence.row, sequence.stage = row, "running"
         return position
+
+    def extend_chain(self, sequence: Sequence, num_blocks: int) -> None:
+        """Brings the chain of a sequence that does not run up to so many blocks of its known tokens."""
+        num_known = len(sequence.chain)
+        if num_known <= num_blocks:
+            chain: Int32 = np.empty((num_blocks + 1, HASH_WORDS), np.int32)
+            chain[:num_known] = sequence.chain
+            self.loops.extend(chain, num_known, sequence.tokens, self.block_size, self.words)
+            sequence.chain = chain
 
     def append_blocks(self, position: int, blocks: Int32) -> None:
         row, have = self.row[position], self.capacity[position] // self.block_size

@@ -43,17 +43,6 @@ def chain_hashes(root: bytes, token_ids: Int32, block_size: int) -> list[bytes]:
     return chain[1:]
 
 
-def block_hashes(blocks: Int32) -> Int32:
-    """Hash of each row, int32 [n, 4]. `blocks`: int32 [n, 4 + block_size], the parent's hash and the tokens."""
-    data, width, copy = blocks.tobytes(), blocks.shape[1] * 4, _EMPTY.copy
-    hashes = bytearray()
-    for start in range(0, len(data), width):
-        state = copy()
-        state.update(data[start : start + width])
-        hashes += state.digest()
-    return np.frombuffer(hashes, np.int32).reshape(-1, HASH_WORDS)
-
-
 def to_rows(hashes: Iterable[bytes]) -> Int32:
     """int32 [n, 4]"""
     return np.frombuffer(bytearray().join(hashes), np.int32).reshape(-1, HASH_WORDS)

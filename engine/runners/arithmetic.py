@@ -12,6 +12,8 @@ first remainder; the multiplier (a full-period one for that prime) spreads it, s
 """
 
 from collections.abc import Callable, Iterable
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,6 @@ import numpy.typing as npt
 
 from engine.row_sampling import GREEDY_BELOW
 from engine.runner import Batch, StepOutput
-from engine.runners.drafts import num_accepted
 from engine.runners.host_copies import HostCopies, nothing_sampled
 from protocol.messages import TokenLogprobs
 
@@ -82,26 +83,28 @@ class ArithmeticRunner:
         self._cache = cache
         self._vocab_size = vocab_size
         self._step_seconds = step_seconds
+        self._loops = _loops()
         self.copies = HostCopies(cache, num_host_blocks)
         self._last = np.zeros(0, np.int32)
         """[num_rows] the newest token of every row, for batches in which it is still pending."""
 
     def execute(self, batch: Batch) -> StepOutput:
         swapped_bytes, swap_seconds = self.copies.run(batch)
-        if not len(batch.rows):
+        size = len(batch.rows)
+        if not size:
             return nothing_sampled(swapped_bytes, swap_seconds)
         if len(self._last) < len(batch.token_ids):  # before it is read, too: the step before may have failed
             self._last = np.resize(self._last, len(batch.token_ids))
-        num_drafts = batch.num_drafts if batch.num_drafts is not None else np.zeros_like(batch.num_scheduled)
-        self._write(batch)
-        chosen = np.flatnonzero(batch.sample)
-        targets = self._targets(batch, chosen, num_drafts[chosen])
-        num_accepted = self._num_accepted(batch, chosen, num_drafts[chosen], targets)
-        token_ids = np.zeros((len(batch.rows), targets.shape[1]), np.int32)
-        token_ids[chosen] = targets
-        counts = np.zeros(len(batch.rows), np.int32)
-        counts[chosen] = num_accepted + 1
-        self._last[batch.rows[chosen]] = targets[np.arange(len(chosen)), num_accepted]
+        num_drafts = batch.num_drafts if batch.num_drafts is not None else np.zeros(size, np.int32)
+        pending = batch.pending if batch.pending is not None else np.zeros(size, np.bool_)
+        shared = self._last, batch.token_ids, batch.block_tables
+        self._loops.write(self._cache, batch.rows, batch.num_computed, batch.num_scheduled, pending, *shared)
+        token_ids, counts = np.zeros((size, 1 + num_drafts.max()), np.int32), np.empty(size, np.int32)
+        num_known = batch.num_computed + batch.num_scheduled - num_drafts
+        self._loops.sample(
+            *(self._cache, batch.rows, num_known, num_drafts, batch.sample, *_noise(batch), *shared),
+            *(self._vocab_size, token_ids, counts),
+        )
         seconds = self._step_seconds(batch) if self._step_seconds else 0.0
         return StepOutput(
             token_ids=token_ids,
@@ -112,43 +115,6 @@ class ArithmeticRunner:
             logprobs=self._logprobs(batch, token_ids, counts),
         )
 
-    def _write(self, batch: Batch) -> None:
-        """Puts the KV of every scheduled token into its sequence's blocks."""
-        rows = np.repeat(batch.rows, batch.num_scheduled)
-        positions = np.repeat(batch.num_computed, batch.num_scheduled) + _ramps(batch.num_scheduled)
-        token_ids = batch.token_ids[rows, positions]
-        if batch.pending is not None:
-            pending = np.repeat(batch.pending, batch.num_scheduled)
-            token_ids[pending] = self._last[rows[pending]]
-        self._cache[self._slots(batch, rows, positions)] = (token_ids.astype(np.int64) + 1) * (positions + 1)
-
-    def _slots(self, batch: Batch, rows: Int32, positions: Int64) -> tuple[Int32, Int64]:
-        """Index into the cache of each (row, position)."""
-        block_size = self._cache.shape[1]
-        return batch.block_tables[rows, positions // block_size], positions % block_size
-
-    def _targets(self, batch: Batch, chosen: Int64, num_drafts: Int32) -> Int64:
-        """What the model says after the last known token and after each draft, [len(chosen), 1 + most drafts], from the cache."""
-        if not len(chosen):
-            return np.zeros((0, 1), np.int64)
-        rows, block_size = batch.rows[chosen], self._cache.shape[1]
-        num_known = (batch.num_computed + batch.num_scheduled)[chosen].astype(np.int64) - num_drafts
-        num_blocks = -(-num_known // block_size)
-        last = np.cumsum(num_blocks) - 1
-        entries = self._cache[batch.block_tables[np.repeat(rows, num_blocks), _ramps(num_blocks)]]
-        entries[last] *= np.arange(block_size) < (num_known - (num_blocks - 1) * block_size)[:, None]
-        sums = np.add.reduceat(entries.sum(axis=1), last - num_blocks + 1)[:, None]
-        if most := num_drafts.max():
-            positions = num_known[:, None] + np.arange(most)
-            positions = np.minimum(positions, positions[:, :1] + num_drafts[:, None] - 1)  # past a row's drafts: any of its own
-            sums = np.hstack([sums, sums + np.cumsum(self._cache[self._slots(batch, rows[:, None], positions)], axis=1)])
-        if batch.sampling is not None:
-            indices = batch.sampling.answer_bases[rows][:, None] + num_known[:, None] + np.arange(sums.shape[1])
-            seeds = np.where(batch.sampling.temperatures[rows] >= GREEDY_BELOW, batch.sampling.seeds[rows] % PRIME, 0).astype(np.int64)
-            sums = sums % PRIME + seeds[:, None] * (indices + 1) % PRIME
-        targets: Int64 = sums % PRIME * MULTIPLIER % PRIME % self._vocab_size
-        return targets
-
     def _logprobs(self, batch: Batch, token_ids: Int32, counts: Int32) -> dict[int, list[TokenLogprobs]]:
         if batch.sampling is None:
             return {}
@@ -158,17 +124,20 @@ class ArithmeticRunner:
             for index in np.flatnonzero((num_top >= 0) & (counts > 0)).tolist()
         }
 
-    def _num_accepted(self, batch: Batch, chosen: Int64, num_drafts: Int32, targets: Int64) -> Int64:
-        """How many drafts of each chosen sequence the model would have said itself, up to the first that it would not."""
-        most = targets.shape[1] - 1
-        first = (batch.num_computed + batch.num_scheduled)[chosen] - num_drafts
-        offsets = np.minimum(np.arange(most), np.maximum(num_drafts - 1, 0)[:, None])
-        drafts = batch.token_ids[batch.rows[chosen][:, None], first[:, None] + offsets]
-        return num_accepted(drafts, num_drafts, targets)
+
+def _noise(batch: Batch) -> tuple[Int64, Int32]:
+    """(seed, index in the whole answer less position) of each sequence, [B]; a greedy one's seed is 0."""
+    if batch.sampling is None:
+        return np.zeros(len(batch.rows), np.int64), np.zeros(len(batch.rows), np.int32)
+    sampling, rows = batch.sampling, batch.rows
+    seeds = np.where(sampling.temperatures[rows] >= GREEDY_BELOW, sampling.seeds[rows] % PRIME, 0).astype(np.int64)
+    return seeds, sampling.answer_bases[rows].astype(np.int32)
 
 
-def _ramps(counts: npt.NDArray[np.integer]) -> Int64:
-    """0 .. counts[0]-1, 0 .. counts[1]-1, ... as one int64 array."""
-    ends = np.cumsum(counts, dtype=np.int64)
-    ramps: Int64 = np.arange(ends[-1] if len(ends) else 0, dtype=np.int64) - np.repeat(ends - counts, counts)
-    return ramps
+@cache
+def _loops() -> ModuleType:
+    """Imported and compiled for the first runner: most who import this module want the expected tokens alone."""
+    from engine.runners import arithmetic_loops
+
+    arithmetic_loops.compile_all()
+    return arithmetic_loops

@@ -53,10 +53,12 @@ class Driver:
     ) -> Request:
         """`first`: the prompt counts up from here, so equal ones share blocks."""
         slot = len(self._names)
+        prompt = np.arange(first, first + num_prompt, dtype=np.int32) % VOCAB_SIZE
+        prompt.setflags(write=False)  # as those out of a message may be
         request = Request(
             key=key_of(name),
             slot=slot,
-            prompt_token_ids=np.arange(first, first + num_prompt, dtype=np.int32) % VOCAB_SIZE,
+            prompt_token_ids=prompt,
             max_tokens=max_tokens,
             sampling=SamplingParams(**sampling),
             kv=kv,

@@ -53,6 +53,17 @@ def test_a_hit_is_taken_out_of_the_middle_and_lines_up_again_at_the_end() -> Non
     assert blocks.allocate(4).tolist() == [d, c, b, a]
 
 
+def test_room_is_asked_beyond_what_is_taken_and_a_hit_that_is_owned_needs_none() -> None:
+    blocks = BlockManager(6)
+    cached(blocks, "a", "b")
+    (a,) = blocks.allocate(1, blocks.lookup(names("a")))
+    hits = blocks.lookup(names("a", "b"))
+    assert blocks.allocate_if(6, 3, hits) is None and blocks.num_free == 4
+    taken = blocks.allocate_if(5, 3, hits)
+    assert blocks.allocate_if(4, 3, hits) is not None and taken is not None
+    assert taken[0] == a and blocks.references()[a] == 3 and blocks.num_free == 1
+
+
 def test_block_0_is_never_used_and_too_many_are_refused() -> None:
     blocks = BlockManager(4)
     assert sorted(blocks.allocate(3)) == [1, 2, 3]

@@ -22,7 +22,7 @@ from prefill_pool.service import PrefillService
 from protocol.delivery import Incoming, Outgoing
 from protocol.messages import ROUTER_ID, Address, Envelope, SamplingParams
 from router.admission import ClientRequest
-from router.request import Ended, Tokens
+from router.request import Delivered, Ended
 from router.router import Router
 from tests.engine.test_sampling_flow import Engine
 from tests.engine.tiny_llama import TINY, random_tensors
@@ -74,8 +74,9 @@ class Cell:
         for envelope in self._incoming.accept(item):
             self.router.handle(envelope)
         for event in self.router.events:
-            if isinstance(event, Tokens):
-                self.received[event.request_id] += event.token_ids
+            if isinstance(event, Delivered):
+                for request_id, token_ids in event.rows():
+                    self.received[request_id] += token_ids
             else:
                 self.ended[event.request_id] = event
         self.router.events.clear()

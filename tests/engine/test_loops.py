@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from engine import loops_hash
+from protocol.block_hash import block_hash
 from tests.engine.chain_model import answer_of
 from tests.engine.scheduler_driver import Driver, key_of
 
@@ -39,8 +41,20 @@ def test_no_step_waits_for_a_compiler() -> None:
     blocks, sequences = engine.scheduler.blocks.loops, engine.scheduler._state.table.loops
     for loop in (blocks.take, blocks.release, blocks.free_kept, blocks.count_free, blocks.find, blocks.name, blocks.forget):
         assert len(loop.signatures) == 1, loop
-    for loop in (*(sequences.place, sequences.name_filled, sequences.launch, sequences.append), sequences.close_gaps, sequences.follow):
+    for loop in (sequences.place, sequences.name_filled, sequences.launch, sequences.append):
         assert len(loop.signatures) == 1, loop
+    for loop in (sequences.extend, sequences.enter, sequences.close_gaps, sequences.follow):
+        assert len(loop.signatures) == 1, loop
+
+
+def test_a_block_is_hashed_as_by_hashlib() -> None:
+    random = np.random.default_rng(3)
+    words = np.zeros(loops_hash.NUM_WORDS, np.uint64)
+    for num_tokens in (1, 2, 4, 16, 27, 28, 29, 32, 59, 60, 61, 64, 256):
+        parent, tokens = (random.integers(-(2**31), 2**31, count, dtype=np.int32) for count in (4, num_tokens))
+        hashed = np.zeros(4, np.int32)
+        loops_hash.hash_block(parent, tokens, hashed, words)
+        assert hashed.tobytes() == block_hash(parent.tobytes(), tokens.tobytes()), num_tokens
 
 
 def test_positions_close_up_and_flights_follow() -> None:
@@ -57,5 +71,6 @@ def test_positions_close_up_and_flights_follow() -> None:
 def test_without_numba_they_do_the_same() -> None:
     code = "import sys, pytest; sys.modules['numba'] = None; sys.exit(pytest.main(['-q', '-x', '-p', 'no:cacheprovider', *sys.argv[1:]]))"
     tests = [f"tests/engine/test_{name}.py" for name in ("block_manager", "conformance", "depth")]
+    tests.append("tests/engine/test_loops.py::test_a_block_is_hashed_as_by_hashlib")
     result = subprocess.run([sys.executable, "-c", code, *tests], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout

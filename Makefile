@@ -30,7 +30,7 @@ demo: setup
 	$(BIN)/twopass demo $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest $(ARGS)
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -1,4 +1,4 @@
-"""What all tests share: one Hypothesis profile, how they are divided between workers, and the small real model."""
+"""What all tests share: one Hypothesis profile, and the small real model."""
 
 import os
 from pathlib import Path
@@ -11,16 +11,6 @@ from protocol.errors import ModelError
 
 settings.register_profile("twopass", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("twopass")
-
-WITH_PROCESSES = ("bench", "cluster", "deploy", "e2e", "kv_transfer")
-"""Folders whose tests start and kill processes, or look for what these left behind: `make test` gives them all to one of its workers."""
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A file stays together, for the fixtures of its module."""
-    for item in items:
-        folder = item.path.relative_to(config.rootpath / "tests").parts[0]
-        item.add_marker(pytest.mark.xdist_group("processes" if folder in WITH_PROCESSES else str(item.path)))
 
 
 @pytest.fixture(scope="session")

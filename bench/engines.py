@@ -228,4 +228,6 @@ class Engines:
 
 
 def _num_copies(batch: Batch) -> int:
+    if batch.swap_out is None and batch.swap_in is None:
+        return 0
     return sum(len(pairs) for pairs in (batch.swap_out, batch.swap_in) if pairs is not None)

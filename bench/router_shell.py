@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator
 from functools import partial
-from itertools import repeat
 
 from bench.heap import Heap
 from bench.ledger import Ledger
@@ -10,9 +9,10 @@ from bench.scenario import Client, Scenario
 from bench.violation import Violation
 from bench.wire import Wire, text
 from protocol.delivery import Incoming, Outgoing
-from protocol.errors import RequestCancelled, RequestError, RequestFailed
+from protocol.errors import RequestError, RequestFailed
 from protocol.messages import ROUTER_ID, Address, Envelope
-from router.request import Ended, Tokens
+from router.buffer import Buffer
+from router.request import Delivered, Ended
 from router.router import Router
 
 TICK_S = 0.1
@@ -33,6 +33,9 @@ class RouterShell:
         self.touched = True
         """Something came to the router since the invariants looked last."""
         self._submitted: set[str] = set()
+        max_tokens = scenario.router.max_buffered_tokens
+        self._buffers = {name: Buffer(max_tokens) for name, client in self.clients.items() if client.stops_after is not None}
+        """Of clients that will stop reading."""
         self._kills_left = scenario.faults.router_kills
         self.start(())
 
@@ -104,35 +107,52 @@ class RouterShell:
         if self._ledger is not None:
             self._ledger.router.refused(client, error)
 
-    def _took(self, client: Client, event: Tokens) -> None:
-        """What the front door does with tokens: they wait for the client, at most `max_buffered_tokens` of them."""
-        new = event.token_ids
-        client.received += new
-        client.received_at += repeat(self._heap.clock.now, len(new))
-        if event.logprobs:
-            client.logprobs += event.logprobs
-        if client.stops_after is not None and len(client.received) > client.stops_after and not client.overflown:
-            self._keep(client, event)
+    def _took(self, event: Delivered) -> None:
+        """What the front door does with tokens: they wait for a client that does not take them at once."""
+        self._check_open(event, event.request_ids)
+        clients, now = self.clients, self._heap.clock.now
+        if not event.counts:  # nearly every step: where a run without invariants spends most of its time outside the real code
+            for name, token_id in zip(event.request_ids, event.token_ids, strict=True):
+                client = clients[name]
+                client.received.append(token_id)
+                client.received_at.append(now)
+        else:
+            for name, new in event.rows():
+                client = clients[name]
+                client.received += new
+                client.received_at += [now] * len(new)
+        for name, logprobs in event.logprobs.items():
+            clients[name].logprobs += logprobs
+        if self._buffers:
+            for name in filter(self._buffers.__contains__, event.request_ids):
+                self._keep(clients[name], self._buffers[name])
+        if self._ledger is not None:
+            self.heard.update(event.request_ids)
 
-    def _keep(self, client: Client, event: Tokens) -> None:
-        """Tokens that their client does not take."""
-        config = self._scenario.router
-        assert client.stops_after is not None
-        num_waiting = len(client.received) - client.stops_after
-        if num_waiting > config.max_buffered_tokens:
-            client.overflown = True
+    def _keep(self, client: Client, buffer: Buffer) -> None:
+        """What its client does not take waits."""
+        name, num_before = client.request.request_id, len(buffer)
+        overflows = buffer.push(client.received[(client.stops_after or 0) + num_before :])
+        if len(buffer) and not num_before:
+            self._heap.at(self._scenario.router.write_timeout_s, partial(self.cancel, client, "write timeout of"))
+        if overflows:
             self._heap.num_faults += 1
-            self._heap.note(f"{event.request_id} does not read: {num_waiting} tokens wait for it")
-            self.router.cancel(event.request_id)
-        elif num_waiting <= len(event.token_ids):
-            self._heap.at(config.write_timeout_s, partial(self.cancel, client, "write timeout of"))
+            self._heap.note(f"{name} does not read: {len(buffer)} tokens wait for it")
+            self.router.cancel(name)
 
-    def _ended(self, client: Client, event: Ended) -> None:
-        if client.overflown:
-            event = event._replace(finish_reason=None, error=RequestCancelled("the client reads too slowly"))
-        client.ended = event
+    def _ended(self, event: Ended) -> None:
+        self._check_open(event, [event.request_id])
+        client, buffer = self.clients[event.request_id], self._buffers.get(event.request_id)
+        if self._ledger is not None:
+            self.heard.add(event.request_id)
+            self._ledger.router.ended(client, event)
+        client.ended = event if buffer is None else buffer.end(event)
         self.open.discard(event.request_id)
-        self._heap.note(f"ended {event.request_id}: {event.finish_reason or event.error}")
+        self._heap.note(f"ended {event.request_id}: {client.ended.finish_reason or client.ended.error}")
+
+    def _check_open(self, event: Delivered | Ended, names: list[str]) -> None:
+        if not self.open.issuperset(names):
+            raise Violation(self._scenario.seed, self._heap.clock.now, f"I13: {event} after the terminal event")
 
     # ---- the loop
 
@@ -149,19 +169,11 @@ class RouterShell:
                 if self._ledger is not None:
                     self._ledger.router_says(envelope)
                 self._wire.send(envelope)
-            if self._ledger is not None:
-                self.heard.update(event.request_id for event in events)
             for event in events:
-                name = event.request_id
-                client = self.clients[name]
-                if name not in self.open:
-                    raise Violation(self._scenario.seed, self._heap.clock.now, f"I13: {event} after the terminal event")
-                if isinstance(event, Tokens):
-                    self._took(client, event)
-                    continue
-                if self._ledger is not None:
-                    self._ledger.router.ended(client, event)
-                self._ended(client, event)
+                if isinstance(event, Delivered):
+                    self._took(event)
+                else:
+                    self._ended(event)
 
     def _tick(self, router: Router) -> None:
         if router is not self.router or not self.alive:

@@ -96,8 +96,6 @@ class Client:
     """Of `received`, tokens that the invariants have looked at."""
     ended: Ended | None = None
     refused: RequestError | None = None
-    overflown: bool = False
-    """More tokens waited for it than the router keeps."""
     lost: bool = False
     """Its router died: nobody owes it anything."""
 

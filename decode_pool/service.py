@@ -165,8 +165,23 @@ class DecodeService:
         now = self._clock()
         for end in self._pulls.ended():
             self._on_pull_end(self._entries[end.key], end)
+        if due := self.timers.due(now):
+            self._fire(due, now)
+        if self._link.silent():
+            self._router_gone()
+        if self._drain_at is not None and now >= self._drain_at:
+            self._end_all(DecodeEvent.DRAIN_DEADLINE, "returned", "drained")
+        self._link.flush()
+        seq = self._link.status_due()
+        if seq is not None:
+            self._link.send_status(self._status(seq))
+            if self.idle:
+                self.check_idle()
+
+    def _fire(self, due: list[tuple[str, RequestKey]], now: float) -> None:
+        """Timers whose time has come. Renewals go out in one message to each prefill engine."""
         renewals: dict[Address, list[tuple[RequestKey, int]]] = {}
-        for kind, key in self.timers.due(now):
+        for kind, key in due:
             entry = self._entries.get(key)
             if entry is None or entry.state is DecodeState.DRAINING:
                 continue  # ended by a timer that was due in the same tick
@@ -181,16 +196,6 @@ class DecodeService:
             elif kind == "deadline":
                 self._leave(entry, DecodeEvent.DEADLINE, "aborted", "deadline")
         self.outbox.extend((peer, KVRenew(leases=tuple(leases))) for peer, leases in renewals.items())
-        if self._link.silent():
-            self._router_gone()
-        if self._drain_at is not None and now >= self._drain_at:
-            self._end_all(DecodeEvent.DRAIN_DEADLINE, "returned", "drained")
-        self._link.flush()
-        seq = self._link.status_due()
-        if seq is not None:
-            self._link.send_status(self._status(seq))
-            if self.idle:
-                self.check_idle()
 
     def schedule(self) -> Batch | None:
         started_at = self._clock()

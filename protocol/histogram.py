@@ -3,9 +3,6 @@
 from bisect import bisect_left
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 SECONDS = (
     *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
     *(0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 30.0, 60.0, 120.0),
@@ -43,14 +40,6 @@ class Histogram:
     def observe(self, value: float, times: int = 1) -> None:
         self._counts[bisect_left(self._edges, value)] += times
         self._total += value * times
-
-    def observe_all(self, values: npt.ArrayLike) -> None:
-        """Many at once: costs a few vector operations."""
-        array = np.asarray(values, np.float64)
-        found = np.bincount(np.searchsorted(self._edges, array), minlength=len(self._counts))
-        for index in np.flatnonzero(found).tolist():
-            self._counts[index] += int(found[index])
-        self._total += float(array.sum())
 
     @property
     def now(self) -> Distribution:

@@ -3,7 +3,8 @@
 One router epoch counts at a time, the newest seen. Its predecessor's keys are dead from that moment on.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,19 +25,20 @@ from protocol.messages import (
     StepTokens,
 )
 
-_NO_ROWS = np.empty(0, dtype=np.int32)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class Rows(NamedTuple):
     """Token rows of one committed step, as `StepTokens` wants them. Each array: [num_rows], `token_ids`: [sum(counts)]."""
 
-    slots: Int64 = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    attempts: Int32 = field(default_factory=lambda: _NO_ROWS)
-    offsets: Int32 = field(default_factory=lambda: _NO_ROWS)
-    counts: Int32 = field(default_factory=lambda: _NO_ROWS)
-    token_ids: Int32 = field(default_factory=lambda: _NO_ROWS)
+    slots: Int64
+    attempts: Int32
+    offsets: Int32
+    counts: Int32
+    token_ids: Int32
     logprobs: tuple[Logprobs, ...] = ()
+
+
+_NONE = np.empty(0, dtype=np.int32)
+_NO_ROWS = Rows(np.empty(0, dtype=np.int64), _NONE, _NONE, _NONE, _NONE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,10 +105,10 @@ class RouterLink:
 
     def flush(self, rows: Rows | None = None) -> None:
         """Writes one `StepTokens` if there is anything to say."""
-        if rows is None:
-            rows = Rows()
-        if not (len(rows.slots) or self._ends or self._stages):
+        if not (self._ends or self._stages or (rows is not None and len(rows.slots))):
             return
+        if rows is None:
+            rows = _NO_ROWS
         message = StepTokens(
             router_epoch=self.epoch,
             slots=rows.slots,

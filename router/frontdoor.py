@@ -12,7 +12,7 @@ Everything but tokenisation runs on one event loop, so the core needs no lock.
 
 import asyncio
 import importlib.metadata
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -20,12 +20,13 @@ from protocol.clock import Clock
 from protocol.errors import InvalidRequest, Overloaded, RequestCancelled, RequestError
 from protocol.messages import Address, Envelope, Message, TokenLogprobs
 from router.admission import ClientRequest
+from router.buffer import Buffer
 from router.config import RouterConfig
 from router.detokenizer import Detokenizer
 from router.metrics_totals import DoorTotals
 from router.parse import Parsed, parse_generate, parse_tokenize
 from router.policy import Replica
-from router.request import Ended, Tokens
+from router.request import Delivered, Ended
 from router.tokenizer import Tokenizer
 from router.tracing import CallTrace, Tracing, Untraced
 from twopass.proto import twopass_pb2 as pb
@@ -41,7 +42,7 @@ class Core(Protocol):
     """The router's state machine as the front doors see it."""
 
     outbox: list[tuple[Address, Message]]
-    events: list[Tokens | Ended]
+    events: list[Delivered | Ended]
 
     @property
     def max_model_len(self) -> int: ...
@@ -116,14 +117,16 @@ class FrontDoor:
             for address, message in outbox:
                 self._send(address, message)
             for event in events:
-                answer = self._answers.get(event.request_id)
-                if answer is None:
-                    continue  # its client went away
-                if isinstance(event, Ended):
+                if isinstance(event, Delivered):
+                    self._deliver(event)
+                elif (answer := self._answers.get(event.request_id)) is not None:
                     answer.end(event)
-                elif answer.push(event) > self._config.max_buffered_tokens and not answer.overflown:
-                    answer.overflown = True
-                    core.cancel(event.request_id)
+
+    def _deliver(self, delivered: Delivered) -> None:
+        for request_id, token_ids in delivered.rows():
+            answer = self._answers.get(request_id)
+            if answer is not None and answer.push(token_ids, delivered.logprobs.get(request_id, ())):  # None: its client went away
+                self.core.cancel(request_id)
 
     def drain(self, deadline_s: float) -> None:
         """Accepts nothing new; what is open at the deadline (seconds from now) ends with an error."""
@@ -280,7 +283,9 @@ class FrontDoor:
                 self.core.cancel(request.request_id)
             self.pump()
             raise
-        call = self._calls[parsed.request_id] = _Call(parsed, self.tokenizer, arrived_at, submitted_at, trace)
+        call = self._calls[parsed.request_id] = _Call(
+            parsed, self.tokenizer, self._config.max_buffered_tokens, arrived_at, submitted_at, trace
+        )
         self._answers.update({answer.request_id: answer for answer in call.answers})
         self.pump()
         return call
@@ -304,12 +309,14 @@ class _Call:
 
     __slots__ = ("_wake", "answers", "arrived_at", "num_prompt_tokens", "request_id", "submitted_at", "trace")
 
-    def __init__(self, parsed: Parsed, tokenizer: Tokenizer, arrived_at: float, submitted_at: float, trace: CallTrace) -> None:
+    def __init__(
+        self, parsed: Parsed, tokenizer: Tokenizer, max_buffered_tokens: int, arrived_at: float, submitted_at: float, trace: CallTrace
+    ) -> None:
         self.request_id = parsed.request_id
         self.arrived_at, self.submitted_at, self.trace = arrived_at, submitted_at, trace
         self.num_prompt_tokens = len(parsed.requests[0].prompt_token_ids)
         self._wake = asyncio.Event()
-        self.answers = [_Answer(index, parsed, tokenizer, self._wake) for index in range(len(parsed.requests))]
+        self.answers = [_Answer(index, parsed, tokenizer, Buffer(max_buffered_tokens), self._wake) for index in range(len(parsed.requests))]
 
     @property
     def code(self) -> str:
@@ -331,12 +338,9 @@ class _Call:
 class _Answer:
     """Tokens on their way from the core to one client."""
 
-    __slots__ = (
-        *("_logprobs", "_tokens", "_wake", "detokenizer", "done", "ended", "first_at"),
-        *("index", "num_tokens", "overflown", "request_id"),
-    )
+    __slots__ = ("_buffer", "_wake", "detokenizer", "done", "ended", "first_at", "index", "num_tokens", "request_id")
 
-    def __init__(self, index: int, parsed: Parsed, tokenizer: Tokenizer, wake: asyncio.Event) -> None:
+    def __init__(self, index: int, parsed: Parsed, tokenizer: Tokenizer, buffer: Buffer, wake: asyncio.Event) -> None:
         request = parsed.requests[index]
         self.index, self.request_id = index, request.request_id
         min_tokens = request.sampling.min_tokens
@@ -347,35 +351,23 @@ class _Answer:
         self.num_tokens = 0
         """Of the answer, as the client has them."""
         self.done = False
-        self.overflown = False
-        self._tokens: list[int] = []
-        self._logprobs: list[TokenLogprobs] = []
-        self._wake = wake
+        self._buffer, self._wake = buffer, wake
 
     @property
     def has_news(self) -> bool:
-        return not self.done and (bool(self._tokens) or self.ended is not None)
+        return not self.done and (len(self._buffer) > 0 or self.ended is not None)
 
-    def push(self, tokens: Tokens) -> int:
-        """Returns the number of tokens that now wait for the client."""
-        if not self.overflown:
-            self._tokens += tokens.token_ids
-            self._logprobs += tokens.logprobs
-            self._wake.set()
-        return len(self._tokens)
+    def push(self, token_ids: list[int], logprobs: Iterable[TokenLogprobs]) -> bool:
+        """True: too many wait for the client now."""
+        self._wake.set()
+        return self._buffer.push(token_ids, logprobs)
 
     def end(self, ended: Ended) -> None:
-        if self.overflown:
-            error = RequestCancelled(f"the client reads too slowly: {len(self._tokens)} tokens wait for it")
-            ended = ended._replace(finish_reason=None, error=error)
-        self.ended = ended
+        self.ended = self._buffer.end(ended)
         self._wake.set()
 
     def take(self) -> tuple[list[int], list[TokenLogprobs]]:
-        """All tokens that wait, and their logprobs if the request asked."""
-        tokens, self._tokens = self._tokens, []
-        logprobs, self._logprobs = self._logprobs, []
-        return tokens, logprobs
+        return self._buffer.take()
 
 
 def _replica_load(replica: Replica, now: float) -> pb.ReplicaLoad:

@@ -1,5 +1,6 @@
 """One accepted request inside the router, and what its front door is told about it."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,12 +16,25 @@ class Usage(NamedTuple):
     completion_tokens: int
 
 
-class Tokens(NamedTuple):
-    """New tokens of an answer, at least one, in order, without gap or repeat; `logprobs`: one for each if the request asked, else none."""
+class Delivered(NamedTuple):
+    """New tokens of one engine step: `counts[i]` of `token_ids` go on with the answer to `request_ids[i]`, without gap or repeat.
 
-    request_id: str
+    Lists are to be read, not to be changed.
+    """
+
+    request_ids: list[str]
     token_ids: list[int]
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    counts: list[int]
+    """Each at least 1; empty: one for each request."""
+    logprobs: dict[str, tuple[TokenLogprobs, ...]]
+    """By request id, one for each of its tokens, of those that asked."""
+
+    def rows(self) -> Iterator[tuple[str, list[int]]]:
+        """(request id, its new tokens)."""
+        start, counts = 0, self.counts or [1] * len(self.request_ids)
+        for request_id, count in zip(self.request_ids, counts, strict=True):
+            yield request_id, self.token_ids[start : start + count]
+            start += count
 
 
 class Ended(NamedTuple):

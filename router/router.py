@@ -41,9 +41,10 @@ from protocol.timers import Timers
 from router.admission import ClientRequest, WaitingLine
 from router.config import RouterConfig
 from router.fleet import Fleet
+from router.lockstep import Lockstep
 from router.metrics_totals import ENDS, ReplicaTotals
 from router.policy import POLICIES, Ask, Pick, Replica, pick
-from router.request import Ended, Open, Tokens, Usage
+from router.request import Delivered, Ended, Open, Usage
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class Router:
     def __init__(self, config: RouterConfig, *, address: Address, clock: Clock, seed: int) -> None:
         self.address = address
         self.outbox: list[tuple[Address, Message]] = []
-        self.events: list[Tokens | Ended] = []
+        self.events: list[Delivered | Ended] = []
         self.lost: list[Address] = []
         """Replicas whose messages have a lasting gap: whoever supervises them should end them."""
         self._config = config
@@ -82,10 +83,12 @@ class Router:
         """`disaggregated`, `alone`: attempts as dispatched; `path_*`: finished requests, by where their last attempt really ran."""
         self.inter_token = Histogram(SECONDS)
         """Seconds between the arrivals of two tokens of one answer; tokens that come together are 0 apart."""
-        self._gaps: list[float] = []
-        """Of the message in hand; not yet in `inter_token`."""
+        self._gaps: dict[float, int] = {}
+        """Of the message in hand, not yet in `inter_token`: seconds, and how many answers waited so long. Most waited for one step."""
         self._logprobs: dict[tuple[int, int, int], TokenLogprobs] = {}
         """Of the message in hand, by (slot, attempt, index in the whole answer)."""
+        self._locksteps: dict[Address, Lockstep] = {}
+        """By decode engine; dropped when anything but the engine's next tokens befalls one of the requests."""
         self._handlers: dict[type, Callable[[Envelope], None]] = {
             StepTokens: self._on_tokens,
             ReplicaStatus: self._fleet.on_status,
@@ -258,18 +261,14 @@ class Router:
         if message.router_epoch != self.address.epoch:
             self.counters["ignored"] += 1
             return
-        start, now = 0, self._clock()
-        self._logprobs = {(slot, attempt, offset): values for slot, attempt, offset, values in message.logprobs}
-        token_ids = message.token_ids.tolist()
-        rows = zip(message.slots.tolist(), message.attempts.tolist(), message.offsets.tolist(), message.counts.tolist(), strict=True)
-        for slot, attempt, offset, count in rows:
-            entry = self._current(sender, slot, attempt)
-            if entry is not None:
-                self._deliver(entry, sender, offset, token_ids[start : start + count], now)
-            start += count
-        if self._gaps:
-            self.inter_token.observe_all(self._gaps)
-            self._gaps.clear()
+        if len(message.slots):
+            now, lockstep = self._clock(), self._locksteps.get(sender)
+            if lockstep is not None and lockstep.goes_on(message):
+                self.inter_token.observe(now - lockstep.at, len(message.slots))
+                self.counters["delivered_tokens"] += len(message.slots)
+                self.events.append(lockstep.advance(message, now))
+            else:
+                self._on_rows(message, sender, now)
         for slot, attempt, seconds, num_cached in message.stages:
             entry = self._current(sender, slot, attempt)
             if entry is not None:
@@ -280,20 +279,44 @@ class Router:
             if entry is not None:
                 self._on_end(entry, sender, end)
 
+    def _on_rows(self, message: StepTokens, sender: Address, now: float) -> None:
+        """Each row for itself."""
+        self._locksteps.pop(sender, None)
+        start, token_ids, entries = 0, message.token_ids.tolist(), []
+        delivered = Delivered([], [], [], {})
+        self._logprobs = {(slot, attempt, offset): values for slot, attempt, offset, values in message.logprobs}
+        rows = zip(message.slots.tolist(), message.attempts.tolist(), message.offsets.tolist(), message.counts.tolist(), strict=True)
+        for slot, attempt, offset, count in rows:
+            entry = self._current(sender, slot, attempt)
+            if entry is not None:
+                self._deliver(entry, sender, offset, token_ids[start : start + count], now, delivered)
+                entries.append(entry)
+            start += count
+        if delivered.request_ids:
+            self.events.append(delivered)
+        for seconds, times in self._gaps.items():
+            self.inter_token.observe(seconds, times)
+        self._gaps.clear()
+        self.counters["delivered_tokens"] += len(delivered.token_ids)
+        if (lockstep := Lockstep.begin(message, sender, entries, now)) is not None:
+            self._locksteps[sender] = lockstep
+
     def _current(self, sender: Address, slot: int, attempt: int) -> Open | None:
         """The request a row is about, if that attempt is still the one that counts and `sender` works on it."""
         entry = self._open.get(slot)
-        if entry is None or entry.key is None or entry.attempt != attempt or sender not in (entry.prefill, entry.decode):
+        if entry is None or entry.key is None or entry.attempt != attempt or sender not in (entry.decode, entry.prefill):
             self.counters["ignored"] += 1
             return None
         return entry
 
-    def _deliver(self, entry: Open, sender: Address, offset: int, token_ids: list[int], now: float) -> None:
-        """Hands on what lies beyond the delivered tokens; both engines may bring the same ones."""
+    def _deliver(self, entry: Open, sender: Address, offset: int, token_ids: list[int], now: float, delivered: Delivered) -> None:
+        """Adds to `delivered` what lies beyond the delivered tokens; both engines may bring the same ones."""
         num_delivered = len(entry.delivered)
         if offset > num_delivered:
             raise ProtocolError(f"{entry.key}: tokens start at {offset}, only {num_delivered} were delivered")
-        if sender == entry.decode and not entry.decode_seen:
+        if sender != entry.decode:
+            self._forget_lockstep(entry)
+        elif not entry.decode_seen:
             entry.decode_seen = True
             if entry.prefill is not None:
                 self._fleet.unload(entry.prefill, entry.prefill_load)
@@ -303,19 +326,25 @@ class Router:
             self.counters["repeated_tokens"] += len(token_ids) - len(new)
         if len(new):
             if num_delivered:
-                self._gaps.append(now - entry.delivered_at)
+                seconds = now - entry.delivered_at
+                self._gaps[seconds] = self._gaps.get(seconds, 0) + 1
             if len(new) > 1:
                 self.inter_token.observe(0.0, len(new) - 1)
             entry.delivered_at = now
-            self.counters["delivered_tokens"] += len(new)
             entry.delivered += new
-            logprobs: tuple[TokenLogprobs, ...] = ()
+            delivered.request_ids.append(entry.request.request_id)
+            delivered.token_ids.extend(new)
+            delivered.counts.append(len(new))
             if entry.request.sampling.logprobs is not None:
                 indices = range(num_delivered, num_delivered + len(new))
                 logprobs = tuple(values for index in indices if (values := self._logprobs.get((entry.slot, entry.attempt, index))))
                 if len(logprobs) < len(new):
                     raise ProtocolError(f"{entry.key}: logprobs of {len(logprobs)} tokens came with {len(new)} tokens")
-            self.events.append(Tokens(entry.request.request_id, new, logprobs))
+                delivered.logprobs[entry.request.request_id] = logprobs
+
+    def _forget_lockstep(self, entry: Open) -> None:
+        if entry.decode is not None:
+            self._locksteps.pop(entry.decode, None)
 
     def _on_end(self, entry: Open, sender: Address, end: End) -> None:
         other = entry.prefill if sender == entry.decode else entry.decode
@@ -402,6 +431,7 @@ class Router:
         """The one way out of ACTIVE: both in-flight counters go down, what the attempt spent is booked."""
         if entry.key is None:
             return
+        self._forget_lockstep(entry)
         if entry.decode is not None:
             self._fleet.unload(entry.decode, entry.decode_load)
         if entry.prefill is not None and not entry.decode_seen:

@@ -18,7 +18,7 @@ from engine.loop import EngineLoop
 from protocol.delivery import Incoming, Outgoing
 from protocol.messages import ROUTER_ID, Address, Envelope, SamplingParams
 from router.admission import ClientRequest
-from router.request import Ended, Tokens
+from router.request import Delivered, Ended
 from router.router import Router
 
 PREFIX = "twopass-test-local-"
@@ -75,8 +75,9 @@ class LocalDeployment:
         while len(ended) < len(answers):
             self._pump(until)
             for event in self.router.events:
-                if isinstance(event, Tokens):
-                    answers[event.request_id] += event.token_ids
+                if isinstance(event, Delivered):
+                    for request_id, token_ids in event.rows():
+                        answers[request_id] += token_ids
                 else:
                     ended[event.request_id] = event
             self.router.events.clear()

@@ -35,7 +35,7 @@ from protocol.messages import ROUTER_ID, Address, Envelope, Hello, ReplicaStatus
 from protocol.router_link import LinkConfig
 from router.admission import ClientRequest
 from router.config import RouterConfig
-from router.request import Ended, Tokens
+from router.request import Delivered, Ended
 from router.router import Router
 
 STATUS_S = 0.2
@@ -106,8 +106,9 @@ class Deployment:
 
         def take() -> bool:
             for event in self._router.events:
-                if isinstance(event, Tokens):
-                    answers[event.request_id] += event.token_ids
+                if isinstance(event, Delivered):
+                    for request_id, token_ids in event.rows():
+                        answers[request_id] += token_ids
                 elif event.error is not None:
                     raise RuntimeError(f"{event.request_id}: {event.error}")
                 else:

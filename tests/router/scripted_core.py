@@ -12,7 +12,7 @@ from router.admission import ClientRequest
 from router.config import RouterConfig
 from router.frontdoor import Core, FrontDoor, Model
 from router.policy import Replica
-from router.request import Ended, Tokens, Usage
+from router.request import Delivered, Ended, Usage
 from router.server import Server
 from router.tokenizer import NumberTokenizer, Tokenizer
 from router.tracing import Tracing
@@ -25,7 +25,7 @@ class ScriptedCore:
 
     def __init__(self, on_submit: Callable[["ScriptedCore", ClientRequest], None] | None = None) -> None:
         self.outbox: list[tuple[Address, Message]] = []
-        self.events: list[Tokens | Ended] = []
+        self.events: list[Delivered | Ended] = []
         self.max_model_len = 10_000
         self.ready = True
         self.num_queued = 0
@@ -63,7 +63,7 @@ class ScriptedCore:
         self.calls.put_nowait(("drain", deadline_s))
 
     def tokens(self, request_id: str, *token_ids: int, logprobs: tuple[TokenLogprobs, ...] = ()) -> None:
-        self.events.append(Tokens(request_id, list(token_ids), logprobs))
+        self.events.append(Delivered([request_id], list(token_ids), [len(token_ids)], {request_id: logprobs} if logprobs else {}))
 
     def end(self, request_id: str, finish_reason: FinishReason | None = None, error: RequestError | None = None) -> None:
         self.events.append(Ended(request_id, finish_reason, error, Usage(2, 1, 99), {"queue": 1e-6, "decode": 2e-6}, 1))

@@ -4,7 +4,7 @@ import pytest
 
 from protocol.errors import ProtocolError
 from protocol.messages import GenerateRequest, Logprobs, SamplingParams, TokenLogprobs
-from router.request import Tokens
+from router.request import Delivered
 from tests.router.test_router import D, P, World
 
 ASKED = SamplingParams(temperature=1.0, seed=4, logprobs=1)
@@ -15,7 +15,8 @@ def entries(offset: int, *values: float, attempt: int = 1) -> tuple[Logprobs, ..
 
 
 def received(world: World) -> list[tuple[list[int], list[float]]]:
-    return [(e.token_ids, [v.chosen for v in e.logprobs]) for e in world.router.events if isinstance(e, Tokens)]
+    events = [event for event in world.router.events if isinstance(event, Delivered)]
+    return [(e.token_ids, [values.chosen for values in e.logprobs.get(e.request_ids[0], ())]) for e in events]
 
 
 @pytest.mark.parametrize("first", ["prefill", "decode"])

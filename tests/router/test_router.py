@@ -24,7 +24,7 @@ from protocol.messages import (
 )
 from router.admission import ClientRequest
 from router.config import RouterConfig
-from router.request import Ended, Tokens
+from router.request import Delivered, Ended
 from router.router import Router
 
 P, D = Address("prefill-0", 5), Address("decode-0", 6)
@@ -78,7 +78,7 @@ class World:
         return sent
 
     def received(self) -> list[int]:
-        return [token for event in self.router.events if isinstance(event, Tokens) for token in event.token_ids]
+        return [token for event in self.router.events if isinstance(event, Delivered) for token in event.token_ids]
 
     def ended(self) -> Ended:
         (ended,) = [event for event in self.router.events if isinstance(event, Ended)]

@@ -21,7 +21,7 @@ from protocol.messages import Address, EndKind, Envelope, FinishReason, KVReleas
 from router import policy
 from router.admission import ClientRequest, Limits
 from router.policy import Pick
-from router.request import Open, Tokens
+from router.request import Delivered, Open
 from router.router import Router
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -41,10 +41,12 @@ def release_ignored(patch: pytest.MonkeyPatch) -> None:
 
 
 def router_does_not_deduplicate(patch: pytest.MonkeyPatch) -> None:
-    def deliver(self: Router, entry: Open, sender: Address, offset: int, token_ids: list[int], now: float) -> None:
-        original(self, entry, sender, offset, token_ids[:0], now)
+    def deliver(self: Router, entry: Open, sender: Address, offset: int, token_ids: list[int], now: float, delivered: Delivered) -> None:
+        original(self, entry, sender, offset, token_ids[:0], now, delivered)
         entry.delivered.extend(token_ids)
-        self.events.append(Tokens(entry.request.request_id, token_ids))
+        delivered.request_ids.append(entry.request.request_id)
+        delivered.token_ids.extend(token_ids)
+        delivered.counts.append(len(token_ids))
 
     original = Router._deliver
     patch.setattr(Router, "_deliver", deliver)
@@ -165,8 +167,8 @@ def refused_after_it_was_consumed(patch: pytest.MonkeyPatch) -> None:
 
 
 def arrived_ones_wait_behind_the_line(patch: pytest.MonkeyPatch) -> None:
-    def seat(state: SchedulerState, budget: int) -> list[int]:
-        return [] if len(state.line) else admission.seat_arrived(state, budget)
+    def seat(state: SchedulerState, budget: int) -> int:
+        return budget if len(state.line) else admission.seat_arrived(state, budget)
 
     patch.setattr("engine.scheduler.seat_arrived", seat)
 

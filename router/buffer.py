@@ -1,0 +1,45 @@
+"""Tokens of one answer between the router's core and its client, who may read slower than engines write."""
+
+from collections.abc import Iterable
+
+from protocol.errors import RequestCancelled
+from protocol.messages import TokenLogprobs
+from router.request import Ended
+
+
+class Buffer:
+    """Keeps at most `max_tokens`. One answer that grows beyond is to be cancelled, and ends with an error that says why."""
+
+    __slots__ = ("_logprobs", "_max_tokens", "_tokens", "overflown")
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self.overflown = False
+
+    def __len__(self) -> int:
+        """Tokens that wait for the client."""
+        return len(self._tokens)
+
+    def push(self, token_ids: list[int], logprobs: Iterable[TokenLogprobs] = ()) -> bool:
+        """True once, when too many tokens wait; what comes after that is dropped."""
+        if self.overflown:
+            return False
+        self._tokens += token_ids
+        self._logprobs += logprobs
+        self.overflown = len(self._tokens) > self._max_tokens
+        return self.overflown
+
+    def take(self) -> tuple[list[int], list[TokenLogprobs]]:
+        """All tokens that wait, and their logprobs if the request asked."""
+        tokens, self._tokens = self._tokens, []
+        logprobs, self._logprobs = self._logprobs, []
+        return tokens, logprobs
+
+    def end(self, ended: Ended) -> Ended:
+        """How the answer ends for its client."""
+        if not self.overflown:
+            return ended
+        error = RequestCancelled(f"the client reads too slowly: {len(self._tokens)} tokens wait for it")
+        return ended._replace(finish_reason=None, error=error)

@@ -1,0 +1,29 @@
+"""What waits for a client that reads slowly, and the end of one that reads too slowly."""
+
+from protocol.messages import TokenLogprobs
+from router.buffer import Buffer
+from router.request import Ended, Usage
+
+ENDED = Ended("r", "length", None, Usage(3, 0, 4), {}, 1)
+
+
+def test_all_that_waits_is_taken_at_once() -> None:
+    buffer = Buffer(3)
+    assert not buffer.push([5], [TokenLogprobs(-1.0)])
+    assert not buffer.push([6, 7], [TokenLogprobs(-2.0), TokenLogprobs(-3.0)])
+    assert len(buffer) == 3
+    tokens, logprobs = buffer.take()
+    assert (tokens, [values.chosen for values in logprobs]) == ([5, 6, 7], [-1.0, -2.0, -3.0])
+    assert (len(buffer), buffer.take()) == (0, ([], []))
+    assert buffer.end(ENDED) == ENDED
+
+
+def test_one_token_too_many_is_said_once_and_the_end_is_an_error() -> None:
+    buffer = Buffer(3)
+    assert not buffer.push([5, 6, 7])
+    assert buffer.push([8])
+    assert not buffer.push([9])
+    assert buffer.take()[0] == [5, 6, 7, 8]
+    ended = buffer.end(ENDED)
+    assert (ended.finish_reason, ended.usage) == (None, ENDED.usage)
+    assert "the client reads too slowly" in str(ended.error)

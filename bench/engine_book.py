@@ -130,7 +130,7 @@ class EngineBook:
 
     def standing(self) -> list[Sequence]:
         """Who has arrived and has no seat. I9: each owns what its next step needs."""
-        standing, blocks = list(self._replica.scheduler._state.arrived), self._replica.scheduler.blocks
+        standing, blocks = self._replica.scheduler.arrived, self._replica.scheduler.blocks
         for sequence in standing:
             request, num_prompt = sequence.request, len(sequence.request.prompt_token_ids)
             num_slots = min(num_prompt + 1, num_prompt + request.max_tokens - 1)
@@ -140,16 +140,17 @@ class EngineBook:
 
     def check_seats(self, standing: list[Sequence], batch: Batch | None) -> None:
         """I9: who stood before this schedule sits now, unless there is no seat or no token; and an idle engine leaves nobody standing."""
-        state = self._replica.scheduler._state
-        if not state.arrived:
+        scheduler = self._replica.scheduler
+        arrived = scheduler.arrived
+        if not arrived:
             return
         if batch is None:
             if self._replica.executing:
                 return  # put off until the step in flight has committed
-            standing = list(state.arrived)
-        left = [sequence.request.key.request_id for sequence in standing if sequence in state.arrived]
+            standing = arrived
+        left = [sequence.request.key.request_id for sequence in standing if sequence in arrived]
         room = self._replica.config.max_num_batched_tokens - (batch.num_tokens if batch is not None else 0)
-        self._require(not left or room <= 0 or not state.has_seat(), f"I9: {self._name} leaves {left} standing")
+        self._require(not left or room <= 0 or not scheduler.has_seat, f"I9: {self._name} leaves {left} standing")
 
     # ---- the end
 

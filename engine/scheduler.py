@@ -134,6 +134,16 @@ class Scheduler:
         return self._state.table.request_ids
 
     @property
+    def arrived(self) -> list[Sequence]:
+        """All their KV is there, a seat is not; who enters first, first. For checks."""
+        return list(self._state.arrived)
+
+    @property
+    def has_seat(self) -> bool:
+        """One more sequence could run. For checks."""
+        return self._state.has_seat()
+
+    @property
     def waiting_ids(self) -> list[str]:
         """The line, head first."""
         return [sequence.request.key.request_id for sequence in self._state.line.in_order()]

@@ -9,6 +9,7 @@ A seed is a run, sizes and faults included; `twopass simulate --seed N --replay`
 import argparse
 import os
 import random
+import signal
 import sys
 import time
 from collections import Counter
@@ -76,6 +77,7 @@ def main() -> None:
     if arguments.speed:
         print(report())
         return
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # else the workers outlive us
     started = time.perf_counter()
     try:
         totals = run_seeds(arguments.first_seed, arguments.seeds, processes=arguments.processes)

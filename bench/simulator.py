@@ -63,8 +63,11 @@ def run_seeds(first_seed: int, num_seeds: int, *, processes: int = 1) -> Counter
     seeds = range(first_seed, first_seed + num_seeds)
     if processes == 1:
         return sum(map(run_seed, seeds), Counter())
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+    pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
+    try:
         return sum(pool.map(run_seed, seeds, chunksize=20), Counter())
+    finally:
+        pool.shutdown(cancel_futures=True)  # an exception may come while seeds are still being handed in
 
 
 def main() -> None:

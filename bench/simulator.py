@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
@@ -26,6 +26,7 @@ __all__ = ["Simulation", "of_seed", "run_seed", "run_seeds", "show_seed"]
 
 POOLS = ((1, 1), (2, 2), (1, 3), (0, 2), (2, 1), (2, 3))
 """(prefill, decode) engines of a drawn run."""
+PROGRESS_SEEDS = 5_000
 
 
 def of_seed(seed: int, *, logged: bool = False) -> Simulation:
@@ -62,12 +63,26 @@ def run_seeds(first_seed: int, num_seeds: int, *, processes: int = 1) -> Counter
     """Sums over all seeds. Raises Violation at the first that breaks an invariant."""
     seeds = range(first_seed, first_seed + num_seeds)
     if processes == 1:
-        return sum(map(run_seed, seeds), Counter())
+        return added_up(map(run_seed, seeds))
     pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
     try:
-        return sum(pool.map(run_seed, seeds, chunksize=20), Counter())
+        return added_up(pool.map(run_seed, seeds, chunksize=20))
     finally:
         pool.shutdown(cancel_futures=True)  # an exception may come while seeds are still being handed in
+
+
+def added_up(counts: Iterable[Counter[str]]) -> Counter[str]:
+    """The sum; a night's run says on stderr how far it is."""
+    totals: Counter[str] = Counter()
+    for count in counts:
+        totals.update(count)
+        if totals["seeds"] % PROGRESS_SEEDS == 0:
+            print(in_words(totals), file=sys.stderr, flush=True)
+    return totals
+
+
+def in_words(totals: Counter[str]) -> str:
+    return ", ".join(f"{totals[name]} {name}" for name in ("seeds", "requests", "faults", "events"))
 
 
 def main() -> None:
@@ -89,7 +104,7 @@ def main() -> None:
         print(f"twopass simulate --seed {violation.seed} --replay shows it")
         sys.exit(1)
     seconds = time.perf_counter() - started
-    print(", ".join(f"{totals[name]} {name}" for name in ("seeds", "requests", "faults", "events")) + f", no violation, {seconds:.1f} s")
+    print(f"{in_words(totals)}, no violation, {seconds:.1f} s")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@
 # make bench    scheduler, transfer, router, serving, interference and preemption figures of this machine (about 10 minutes)
 # make soak     ten minutes of mixed load; exits 1 when blocks or memory do not come back; ARGS="--minutes 60" is passed on
 #
+# Installed packages are compiled here, once: a deployment starts ten Python processes, some as users who may not write what they compile.
+#
 # torch: from PyPI, Linux gets the CUDA build (about 3 GB). The CPU build is smaller and enough for everything here: put its wheel in a
 # folder that `pip config get global.find-links` names, or set UV_FIND_LINKS to one, before `make setup`.
 
@@ -23,7 +25,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt $(addprefix --find-links ,$(FIND_LINKS)) --editable '.[server,dev]'
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --compile-bytecode $(addprefix --find-links ,$(FIND_LINKS)) --editable '.[server,dev]'
 	touch $@
 
 demo: setup

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Before Ray is imported: it reads both once. A given cluster says itself whether it wants a token; for a private one Ray would write a
-# token file that makes later job submissions fail.
+# Before Ray is imported: it reads these once. A given cluster says itself whether it wants a token and how urgent its workers are; for a
+# private one Ray would write a token file that makes later job submissions fail, and step aside (nice 15) for whatever else runs here.
 if not os.environ.get("RAY_ADDRESS"):
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import ray

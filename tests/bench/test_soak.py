@@ -34,8 +34,8 @@ def test_a_lost_block_much_memory_and_a_death_are_problems() -> None:
 
 
 @pytest.mark.timeout(300)  # Ray starts in seconds alone, in a minute on a busy machine
-def test_half_a_minute() -> None:
-    command = [sys.executable, "-m", "bench.soak", "--minutes", "0.5", "--json"]
+def test_a_fifth_of_a_minute() -> None:
+    command = [sys.executable, "-m", "bench.soak", "--minutes", "0.2", "--json"]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)

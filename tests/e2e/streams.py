@@ -112,8 +112,8 @@ def assert_clean(running: Running) -> None:
 def kill_every_engine(running: Running, draw: Callable[[random.Random], Asked]) -> None:
     """Once each, under streams, none of which may notice; a newcomer is served meanwhile."""
     newcomer = draw(random.Random("newcomer"))
-    with streaming(running.client, draw) as streams:
-        for victim in ENGINES:
+    for victim in ENGINES:
+        with streaming(running.client, draw) as streams:
             os.kill(running.deployment.actor(victim).call("pid"), signal.SIGKILL)
             killed_at = time.monotonic()
             answer = running.client.generate_text(
@@ -121,6 +121,6 @@ def kill_every_engine(running: Running, draw: Callable[[random.Random], Asked]) 
             )
             print(f"{victim} was killed; a newcomer was served {time.monotonic() - killed_at:.1f} s later")
             assert answer.token_ids == newcomer.answer[:3]
-            await_back(running, victim)
-    assert sum(stream.result() for stream in streams) >= NUM_STREAMS
+        assert sum(stream.result() for stream in streams) >= NUM_STREAMS
+        await_back(running, victim)
     assert_clean(running)

@@ -1,5 +1,6 @@
 """One prefill and one decode engine with the arithmetic runner, under a real Ray, through the client."""
 
+import os
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,7 @@ import pytest
 from cluster.config import from_tree
 from cluster.serve import Deployment
 from engine.runners.arithmetic import expected_logprobs, expected_tokens
-from tests.e2e.leftovers import none_left
+from tests.e2e.leftovers import descendants, none_left
 from tests.e2e.watched import Running, await_idle
 from twopass import Client, InvalidRequest, TokenLogprobs
 
@@ -39,6 +40,13 @@ def test_the_answer_is_exact_and_was_disaggregated(running: Running) -> None:
     assert (answer.finish_reason, answer.usage.prompt_tokens, answer.usage.completion_tokens) == ("length", len(prompt), 40)
     assert {"prefill", "transfer", "decode"} <= set(answer.timing.stages)
     assert sum(answer.timing.stages.values()) == pytest.approx(answer.timing.total_s, rel=0.01)
+
+
+def test_engines_and_the_router_are_as_urgent_as_their_supervisor(running: Running) -> None:
+    """Ray would start them at nice 15: behind every client, compiler and browser of the machine."""
+    workers = {pid: command for pid, command in descendants(os.getpid()).items() if "Actor" in command}
+    assert len(workers) == 3
+    assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in workers} == {os.getpriority(os.PRIO_PROCESS, 0)}
 
 
 def test_a_prompt_seen_before_comes_from_the_prefix_cache(running: Running) -> None:

@@ -5,7 +5,9 @@ model everywhere else, where equality is exact by construction.
 """
 
 import json
+import random
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -17,6 +19,7 @@ import engine.models.llama as llama
 from cluster.config import from_tree
 from engine.runners.arithmetic import expected_tokens
 from protocol.messages import SamplingParams
+from tests.engine.tiny_llama import TINY, write_model_dir
 from tests.local_deployment import LocalDeployment, asked
 
 pytestmark = pytest.mark.timeout(300)
@@ -74,11 +77,15 @@ def test_a_long_prompt_is_answered_alike_split_and_colocated(demo_model: Path) -
     assert answers[0] == answers[1]
 
 
-def test_a_prompt_of_8000_tokens_works(demo_model: Path) -> None:
-    prompt = (LONG * 13)[:8000]
-    knobs = {"max_model_len": 8192, "num_blocks": 520, "max_num_batched_tokens": 2048}
-    with real(demo_model, "1P1D", dtype="bfloat16", **knobs) as deployment:
-        assert len(deployment.answer([asked("longest", prompt, 8)])["longest"]) == 8
+def test_a_prompt_of_8000_tokens_is_answered_alike_split_and_colocated(tmp_path: Path) -> None:
+    """A small random model: what counts here are 500 blocks, a position beside the model's last one, and chunks of different sizes."""
+    write_model_dir(tmp_path / "model", replace(TINY, max_position_embeddings=8192))
+    draw, answers = random.Random(1), []
+    prompt = [draw.randrange(TINY.vocab_size) for _ in range(8000)]
+    for pools, budget in (("1P1D", 2048), ("colocated", 500)):
+        with real(tmp_path / "model", pools, max_model_len=8192, num_blocks=520, max_num_batched_tokens=budget) as deployment:
+            answers.append(deployment.answer([asked("longest", prompt, 192)])["longest"])
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("pools", POOLS)

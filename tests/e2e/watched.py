@@ -28,7 +28,8 @@ class Running:
 
 
 def await_idle(deployment: Deployment) -> None:
-    """Until every engine has sent two statuses that say it is idle: the baseline was checked between them."""
+    """Until every engine has greeted the router and sent two statuses that say it is idle: the baseline was checked between them."""
+    num_engines = deployment.config.prefill.replicas + deployment.config.decode.replicas
     first: dict[str, int] = {}
     while True:
         loads = deployment.loads()
@@ -36,5 +37,6 @@ def await_idle(deployment: Deployment) -> None:
             status = load.status
             if load.in_flight == 0 and status is not None and status.num_waiting + status.num_running + status.num_leases == 0:
                 first.setdefault(load.address.replica_id, status.seq)
-        if all(load.address.replica_id in first and load.status and load.status.seq > first[load.address.replica_id] + 1 for load in loads):
+        settled = [load for load in loads if load.status and load.status.seq > first.get(load.address.replica_id, load.status.seq) + 1]
+        if len(settled) == num_engines:
             return

@@ -1,6 +1,6 @@
 # make setup    virtual environment in .venv with server and development packages; instant the second time
 # make demo     one prefill engine, one decode engine, a router, eight prompts; ARGS="--json out.json" is passed on
-# make test     all tests; ARGS="tests/cluster -k config" is passed on
+# make test     all tests, in two processes; ARGS="tests/cluster -k config" is passed on, ARGS="-n 0 -s" shows what they print
 # make check    formatting, lint, types, import borders
 # make format   rewrites the tree in the house format
 # make proto    regenerates the gRPC stubs from twopass/proto/twopass.proto
@@ -32,7 +32,7 @@ demo: setup
 	$(BIN)/twopass demo $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder $(ARGS)
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -1,10 +1,12 @@
-"""What all tests share: one Hypothesis profile, and the small real model."""
+"""What all tests share: one Hypothesis profile, the small real model, and who may run beside whom."""
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
 
 from cluster.fetch import demo_model_dir
 from protocol.errors import ModelError
@@ -22,3 +24,25 @@ def demo_model() -> Path:
         if "CI" in os.environ:
             raise
         pytest.skip(str(error))
+
+
+ALONE = (
+    "tests/bench",
+    "tests/cluster/test_private_folder.py",
+    "tests/deploy",
+    "tests/e2e",
+    "tests/kv_transfer",
+    "tests/simulation/test_fault_schedules.py",
+)
+"""Tests that start deployments, take every core or look at what processes leave on the machine: one after the other."""
+
+
+class TwoLanes(LoadScopeScheduling):  # type: ignore[misc]
+    """What is `ALONE` runs in one process; the other one takes the remaining files in turn."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "alone" if nodeid.startswith(ALONE) else nodeid.partition("::")[0]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TwoLanes:
+    return TwoLanes(config, log)

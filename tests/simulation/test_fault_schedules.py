@@ -27,6 +27,14 @@ def test_2000_seeds_keep_every_invariant() -> None:
     assert totals["faults"] > totals["requests"] // 3
 
 
+def test_a_long_run_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(simulator, "PROGRESS_SEEDS", 2)
+    totals = run_seeds(1, 3)
+    assert totals["seeds"] == 3
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("2 seeds, ") and line.endswith(" events")
+
+
 def test_the_same_seed_is_the_same_run() -> None:
     runs = []
     for _ in range(2):

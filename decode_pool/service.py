@@ -261,10 +261,13 @@ class DecodeService:
         self._link.flush(committed.rows)
 
     def step_failed(self, error: str) -> None:
-        """The runner could not execute the oldest step in flight: its requests fail, all others stay."""
+        """The runner could not execute the oldest step in flight: its requests fail, and those that found its blocks; all others stay."""
         for key in self._scheduler.fail_step():
+            entry = self._entries[key]
+            if entry.state is DecodeState.DRAINING:
+                continue  # has ended; a pull still writes into its blocks
             log.warning("step failed", extra=about(key) | {"error": error})
-            self._leave(self._entries[key], DecodeEvent.STEP_FAILED, "failed", error)
+            self._leave(entry, DecodeEvent.STEP_FAILED, "failed", error)
         self._link.flush()
 
     def router_gone(self) -> None:

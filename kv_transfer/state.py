@@ -172,8 +172,11 @@ def _decode_table() -> Table[DecodeState, DecodeEvent]:
             ((s.RESERVED,), (e.ARRIVED,), (s.RUNNING,)),
             # DRAINING while a pull is in flight, GONE otherwise.
             ((s.RESERVED,), (e.BAD_HANDOFF, e.ABORT, e.DEADLINE, e.ROUTER_GONE, e.DRAIN_DEADLINE, e.REVOKE), (s.DRAINING, s.GONE)),
+            # Its destination begins with blocks that the failed step was to fill: found by name while they were being computed.
+            ((s.RESERVED,), (e.STEP_FAILED,), (s.DRAINING, s.GONE)),
             ((s.DRAINING,), (e.PULL_ENDED,), (s.GONE,)),
             ((s.DRAINING,), (e.REQUEST, e.HANDOFF, e.BAD_HANDOFF, e.ABORT, e.DEADLINE, e.ROUTER_GONE, e.DRAIN_DEADLINE, e.REVOKE), None),
+            ((s.DRAINING,), (e.STEP_FAILED,), None),
             ((s.RUNNING,), (e.STEP, e.REVOKE), None),
             ((s.RUNNING,), (e.FINISHED, e.STEP_FAILED, e.RETURNED), (s.GONE,)),
             ((s.RUNNING,), (e.ABORT, e.DEADLINE, e.ROUTER_GONE, e.DRAIN_DEADLINE), (s.GONE,)),

@@ -70,6 +70,8 @@ reserved                 | drain_deadline                       | gone draining
 running                  | abort router_gone deadline           | gone
 running                  | revoke                               | same
 running                  | step_failed                          | gone
+reserved                 | step_failed                          | gone draining
+draining                 | step_failed                          | same
 """
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
+from engine.runner import Batch
 from engine.runners.arithmetic import expected_tokens
 from protocol.messages import (
     AbortRequest,
@@ -304,6 +305,49 @@ def test_a_failed_step_fails_its_requests_alone() -> None:
     assert [(end.slot, end.kind, end.error) for end in world.ends()] == [(7, "failed", "boom")]
     assert world.scheduler.blocks.visible() == {}
     assert world.step() == {"other": 10}
+
+
+def found_in_flight(ready: int) -> tuple[DecodeWorld, Batch]:
+    """`first` computes a prompt, 8 tokens in a step that is in flight; `r` has the same one and reserved those two blocks already."""
+    world = DecodeWorld()
+    world.say(ROUTER, world.request(role="alone", peer=None, name="first", slot=8))
+    assert world.service.schedule() is not None
+    world.generate()
+    world.handoff(ready=ready, first_token_id=ANSWER[0])
+    batch = world.service.schedule()
+    assert batch is not None and batch.tray() == {"first": 2}
+    return world, batch
+
+
+@pytest.mark.parametrize("ready", [8, 10], ids=["nothing to pull", "a pull under way"])
+def test_a_failed_step_fails_who_reserved_the_blocks_that_it_was_to_fill(ready: int) -> None:
+    world, batch = found_in_flight(ready)
+    num_pulls = len(world.network.pulls)
+    assert num_pulls == (ready == 10)
+    world.service.step_failed("boom")
+    assert sorted((end.slot, end.kind, end.error) for end in world.ends()) == [(7, "failed", "boom"), (8, "failed", "boom")]
+    assert (len(world.service.keys()), world.scheduler.blocks.visible()) == (num_pulls, {})
+    world.service.commit(world.runner.execute(batch))
+    world.finish_pulls()
+    assert world.service.idle
+    world.service.check_idle()
+
+
+def test_the_lease_of_who_failed_with_another_ones_step_is_refused() -> None:
+    world, _ = found_in_flight(10)
+    world.service.step_failed("boom")
+    assert releases(world) == []  # the pull still reads under it
+    world.finish_pulls()
+    assert releases(world) == ["refused"]
+
+
+def test_who_had_ended_does_not_fail_again_with_a_step() -> None:
+    world, _ = found_in_flight(10)
+    world.say(ROUTER, AbortRequest(key=key(), reason="client"))
+    world.service.step_failed("boom")
+    assert [end.slot for end in world.ends()] == [8]
+    world.finish_pulls()
+    assert releases(world) == ["refused"]
 
 
 def test_status_counts_pulls_and_early_handoffs() -> None:

@@ -40,7 +40,8 @@ NOT_ASKED_DECODE = {
     *((InDecode.RUNNING, event) for event in (D.REVOKE, D.STEP)),
     # A router that dies between a handoff and its request: too rare here, and a row of the service's own tests.
     (InDecode.EARLY, D.ROUTER_GONE),
-    # One request finds the blocks that another one's failing step computes: once in ten thousand runs, and a test of the service.
+    # One request finds the blocks that another one's failing step computes: once in 300 runs with every fifth
+    # step failing, and rows of the service's own tests.
     (InDecode.RESERVED, D.STEP_FAILED),
     # Both pools of a simulated run have one layout.
     *((state, D.BAD_HANDOFF) for state in InDecode),

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+from bench.refusals import Refusals
 from bench.replica import Replica
 from bench.violation import Violation
 from decode_pool.service import DecodeService
@@ -35,8 +36,9 @@ class WatchedLeases(LeaseTable):
 class EngineBook:
     """Every method raises Violation."""
 
-    def __init__(self, seed: int, clock: VirtualClock, replica: Replica) -> None:
+    def __init__(self, seed: int, clock: VirtualClock, replica: Replica, refusals: Refusals) -> None:
         self._seed, self._clock, self._replica, self._name = seed, clock, replica, replica.name
+        self._refusals = refusals
         self._counted: Counter[str] = Counter()
         """By the name of the service's own counter."""
         self._leases: dict[int, str] = {}
@@ -87,6 +89,7 @@ class EngineBook:
         message = envelope.message
         if envelope.sender.replica_id == ROUTER_ID:
             self._router_epoch = max(self._router_epoch, envelope.sender.epoch)
+        self._refusals.heard(self._replica, envelope)
         if not isinstance(message, GenerateRequest | KVHandoff | KVRevoke):
             return
         known = self._replica.service.keys()
@@ -105,6 +108,7 @@ class EngineBook:
         message = envelope.message
         if isinstance(message, StepTokens):
             self._counted["generated_tokens"] += len(message.token_ids) - self._num_repeated(message)
+            self._refusals.said(message)
         elif isinstance(message, KVHandoff):
             self._counted["handoffs"] += 1
         elif isinstance(message, KVRelease):
@@ -125,8 +129,9 @@ class EngineBook:
     def commits(self, batch: Batch) -> None:
         self._counted.update(steps=1, scheduled_tokens=batch.num_tokens, prompt_tokens=batch.num_tokens)
 
-    def pulls(self) -> None:
-        self._counted["pulls"] += 1
+    def pulls(self, count: int) -> None:
+        """So many have started."""
+        self._counted["pulls"] += count
 
     def standing(self) -> list[Sequence]:
         """Who has arrived and has no seat. I9: each owns what its next step needs."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from engine.runner import Batch
 from kv_transfer.lease import LeaseTable, Words
 from kv_transfer.local import LocalNetwork, LocalPull
 from protocol.messages import ROUTER_ID, Address, Envelope
+from protocol.timers import Timers
 
 
 class Engines:
@@ -30,8 +32,11 @@ class Engines:
         self.network = LocalNetwork()
         self.replicas: dict[str, Replica] = {}
         self.touched: dict[str, Replica] = {}
-        self._moving: set[int] = set()
-        """Pulls that move, by identity."""
+        self._moving: set[LocalPull] = set()
+        self._stalled: set[LocalPull] = set()
+        """Of those, the ones that wait to be asked to end."""
+        self._seen: set[LocalPull] = set()
+        """By the ledger."""
 
     def start(self, name: str) -> Replica:
         address = Address(name, next(self._epochs))
@@ -70,6 +75,8 @@ class Engines:
         for pull in list(self.network.pulls):
             if pull.destination.base is replica.cache:
                 pull.fail("the puller is dead")
+                self._moving.discard(pull)
+                self._stalled.discard(pull)
         if self._ledger is not None:
             self._ledger.engine(replica).check()
 
@@ -116,9 +123,10 @@ class Engines:
             return
         heap, service = self._heap, replica.service
         if len(service.timers) and heap.chance(self._scenario.faults.early_timer):
-            name = heap.random.choice(service.timers.names())
+            timers: Timers[Any] = service.timers
+            name = heap.random.choice(timers.names())
             heap.note(f"{replica.name}: timer {name[0]} of {name[1].request_id} fires early")
-            service.timers.set(name, heap.clock.now)
+            timers.set(name, heap.clock.now)
         service.tick()
         self._schedule(replica)
         self._flush(replica)
@@ -134,6 +142,8 @@ class Engines:
                 self._ledger.engine(replica).says(envelope)
             self._wire.send(envelope)
         outbox.clear()
+        if self._ledger is not None:
+            self._ledger.refusals.check()
 
     # ---- steps
 
@@ -178,12 +188,18 @@ class Engines:
     # ---- pulls
 
     def _move_new_pulls(self, replica: Replica) -> None:
-        for pull in self.network.pulls:
-            if id(pull) in self._moving:
+        """As many at once as there are channels, in their order; a stalled one holds its channel until it is asked to end."""
+        pulls = [pull for pull in self.network.pulls if pull.destination.base is replica.cache]
+        if self._ledger is not None:
+            self._ledger.engine(replica).pulls(len(set(pulls) - self._seen))
+            self._seen.update(pulls)
+        for pull in pulls[: self._scenario.num_channels]:
+            if pull in self._stalled and pull.cancelled:
+                self._stalled.discard(pull)
+                self._heap.at(self._scenario.block_seconds(), partial(self._move, pull))
+            if pull in self._moving:
                 continue
-            self._moving.add(id(pull))
-            if self._ledger is not None:
-                self._ledger.engine(replica).pulls()
+            self._moving.add(pull)
             if self._heap.chance(self._scenario.faults.dead_lease):
                 self._heap.at(self._heap.random.uniform(0.0005, 0.01), self._expire_leases)
                 self._heap.at(self._heap.random.uniform(0.02, 0.3), partial(self._move, pull))
@@ -194,7 +210,7 @@ class Engines:
         """Every lease and revoke timer fires now, whatever is being read under it."""
         self._heap.note("all leases expire")
         for replica in list(self.replicas.values()):
-            timers = replica.service.timers
+            timers: Timers[Any] = replica.service.timers
             for name in [name for name in timers.names() if name[0] in ("lease", "revoke")]:
                 timers.set(name, self._heap.clock.now)
             self.turn(replica)
@@ -202,6 +218,10 @@ class Engines:
     def _move(self, pull: LocalPull) -> None:
         """One block."""
         faults = self._scenario.faults
+        if not pull.done and not pull.cancelled and self._heap.chance(faults.pull_stall / max(1, pull.num_blocks)):
+            self._heap.note("a pull stalls")
+            self._stalled.add(pull)
+            return
         if self._heap.chance(faults.pull_failure / max(1, pull.num_blocks)):
             self._heap.note("a pull is cut")
             pull.fail("cut")
@@ -212,7 +232,7 @@ class Engines:
         if not pull.done:
             self._heap.at(self._scenario.block_seconds(), partial(self._move, pull))
             return
-        self._moving.discard(id(pull))
+        self._moving.discard(pull)
         for replica in list(self.replicas.values()):
             if pull.destination.base is replica.cache:
                 self.turn(replica)

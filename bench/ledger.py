@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from bench.engine_book import EngineBook
+from bench.refusals import Refusals
 from bench.replica import Replica
 from bench.router_book import RouterBook
 from bench.scenario import Scenario
@@ -18,15 +19,20 @@ class Ledger:
         self._scenario, self._clock = scenario, clock
         self._engines: dict[Address, EngineBook] = {}
         self.router: RouterBook
+        self.refusals = Refusals(scenario.seed, clock)
 
     def router_starts(self, router: Router) -> None:
-        self.router = RouterBook(self._scenario, self._clock, router)
+        self.router, self.refusals.router = RouterBook(self._scenario, self._clock, router), router
+
+    def router_dies(self) -> None:
+        self.router.check()
+        self.refusals.router = None
 
     def engine(self, replica: Replica) -> EngineBook:
         """Opened when first asked for."""
         book = self._engines.get(replica.address)
         if book is None:
-            book = self._engines[replica.address] = EngineBook(self._scenario.seed, self._clock, replica)
+            book = self._engines[replica.address] = EngineBook(self._scenario.seed, self._clock, replica, self.refusals)
         return book
 
     def router_says(self, envelope: Envelope) -> None:

@@ -105,6 +105,7 @@ def _service(
         num_blocks=config.num_blocks,
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
+        max_prompt_tokens=config.max_prompt_tokens(config.num_blocks),
         endpoint=replica.endpoint,
     )
     checksum = checksum_of(blocks) if scenario.transfer.checksum else None

@@ -71,7 +71,16 @@ async def measure_router() -> Figures:
     server = Server(door, config)
     port = await server.start()
     router.replica_started(ENGINE)
-    hello = Hello(role="decode", layout_fingerprint=b"", block_size=16, num_blocks=9999, max_num_seqs=256, max_model_len=2048, endpoint=b"")
+    hello = Hello(
+        role="decode",
+        layout_fingerprint=b"",
+        block_size=16,
+        num_blocks=9999,
+        max_num_seqs=256,
+        max_model_len=2048,
+        max_prompt_tokens=2047,
+        endpoint=b"",
+    )
     door.deliver(Envelope(ENGINE, router.address, 0, hello))
     ones = np.ones(NUM_STREAMS, np.int32)
 

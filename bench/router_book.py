@@ -9,7 +9,7 @@ from bench.violation import Violation
 from protocol.block_hash import chain_hashes, root_hash
 from protocol.clock import VirtualClock
 from protocol.errors import DeadlineExceeded, InvalidRequest, RequestCancelled, RequestError, RequestFailed
-from protocol.messages import Address, Envelope, GenerateRequest, StepTokens
+from protocol.messages import Address, Envelope, GenerateRequest, Hello, StepTokens
 from router.request import Ended
 from router.router import Router
 
@@ -42,6 +42,8 @@ class RouterBook:
         self._slots: dict[int, str] = {}
         """Request ids."""
         self._attempts: dict[str, _Attempt] = {}
+        self._prefill_greeted = False
+        """The router knows of a prefill engine, past or present."""
         self._decode_spoke: set[tuple[str, int]] = set()
         """(request id, attempt) of which the router heard tokens from the decode engine."""
 
@@ -69,9 +71,14 @@ class RouterBook:
         num_prompt, max_len = len(request.prompt_token_ids), scenario.decode.max_model_len
         if not 0 < num_prompt < max_len:
             return False
-        pools = [scenario.decode, *([scenario.prefill] if scenario.router.disaggregation == "strict" else [])]
+        mode, prefill, decode = scenario.router.disaggregation, scenario.prefill, scenario.decode
         num_tokens = num_prompt + min(request.max_tokens or 0, max_len - num_prompt) - 1
-        return all(num_tokens <= (pool.num_blocks - 1) * pool.block_size for pool in pools)
+        alone, split = (num_prompt <= pool.max_prompt_tokens(pool.num_blocks) for pool in (decode, prefill))
+        if num_tokens > (decode.num_blocks - 1) * decode.block_size:
+            return False
+        if mode == "strict":
+            return split and num_tokens <= min((prefill.num_blocks - 1) * prefill.block_size, prefill.max_model_len - 1)
+        return alone or (split and self._prefill_greeted and mode == "auto")
 
     def ended(self, client: Client, event: Ended) -> None:
         """I10: its stages add up to its time, and it is billed what came."""
@@ -82,6 +89,10 @@ class RouterBook:
         self._require(adds_up, f"I10: {name} took {seconds:.6f} s, its stages say {booked:.6f}: {event.stages}")
         num_tokens = event.usage.completion_tokens
         self._require(num_tokens == len(client.received), f"I10: {name} is billed {num_tokens} tokens, {len(client.received)} came")
+        num_cached, num_prompt = event.usage.cached_tokens, len(client.request.prompt_token_ids)
+        self._require(
+            num_cached < num_prompt or not num_cached, f"I10: {num_cached} of the {num_prompt} prompt tokens of {name} were cached"
+        )
         counted.update(delivered_tokens=num_tokens, attempts=event.attempts)
         if event.error is not None:
             counted[_END_OF.get(type(event.error), "ended_failed")] += 1
@@ -119,7 +130,12 @@ class RouterBook:
         if config.min_disaggregated_tokens and num_tokens - self._num_cached(receiver, message) < config.min_disaggregated_tokens:
             return
         prefill = [r for r in self._router.replicas() if r.hello.role == "prefill"]
-        able = [r for r in prefill if r.state == "up" and r.max_prompt_tokens >= num_tokens]
+        longest = self._scenario.prefill.max_prompt_tokens(self._scenario.prefill.num_blocks)
+        if message.offset:
+            longest = min(
+                (self._scenario.prefill.num_blocks - 1) * self._scenario.prefill.block_size, self._scenario.prefill.max_model_len - 1
+            )
+        able = [r for r in prefill if r.state == "up"] if num_tokens <= longest else []
         reason = config.disaggregation == "auto" and not able
         self._require(reason, f"I12: {message.key.request_id} falls back to {receiver.replica_id} alone without a reason")
 
@@ -132,6 +148,7 @@ class RouterBook:
     def hears(self, envelope: Envelope) -> None:
         """What the router is about to handle."""
         message = envelope.message
+        self._prefill_greeted |= isinstance(message, Hello) and message.role == "prefill"
         if not isinstance(message, StepTokens) or message.router_epoch != self._router.address.epoch:
             return
         for slot, number in zip(message.slots.tolist(), message.attempts.tolist(), strict=True):

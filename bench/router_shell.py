@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from functools import partial
 
-from bench.heap import Heap
+from bench.heap import Action, Heap
 from bench.ledger import Ledger
 from bench.scenario import Client, Scenario
 from bench.violation import Violation
@@ -36,7 +36,8 @@ class RouterShell:
         max_tokens = scenario.router.max_buffered_tokens
         self._buffers = {name: Buffer(max_tokens) for name, client in self.clients.items() if client.stops_after is not None}
         """Of clients that will stop reading."""
-        self._kills_left = scenario.faults.router_kills
+        self._kills_left, self._pauses_left = scenario.faults.router_kills, scenario.faults.router_pauses
+        self._resumes_at = self._ticks_late_s = 0.0
         self.start(())
 
     def start(self, engines: Iterable[Address]) -> None:
@@ -44,7 +45,7 @@ class RouterShell:
         address = Address(ROUTER_ID, next(self._epochs))
         self.router = Router(self._scenario.router, address=address, clock=self._heap.clock, seed=self._scenario.seed)
         self._incoming, self._outgoing = Incoming(address, self._heap.clock), Outgoing(address)
-        self.alive = True
+        self.alive, self._resumes_at = True, 0.0
         self._wire.inlets[ROUTER_ID] = self._arrived
         if self._ledger is not None:
             self._ledger.router_starts(self.router)
@@ -67,14 +68,35 @@ class RouterShell:
         del self._wire.inlets[ROUTER_ID]
         self._wire.cut_off(self._outgoing)
         if self._ledger is not None:
-            self._ledger.router.check()
+            self._ledger.router_dies()
         for name in self.open & self._submitted:
             self.clients[name].lost = True
             self.open.discard(name)
 
+    def pauses(self) -> None:
+        """Drawn at every look of the supervisor: its process does nothing for a while, and all that is to happen to it waits.
+
+        Whether it then reads its messages first or looks at its timers first is drawn too.
+        """
+        if self._pauses_left and self.alive and self._heap.clock.now > 0.5 and self._heap.chance(0.01):
+            self._pauses_left -= 1
+            seconds = self._heap.random.uniform(5.0, 15.0)
+            self._resumes_at = self._heap.clock.now + seconds
+            self._ticks_late_s = self._heap.random.choice([0.0, TICK_S])
+            self._heap.note(f"the router pauses for {seconds:.1f} s")
+
+    def _put_off(self, action: Action, late_s: float = 0.0) -> bool:
+        """Plans it for the end of the pause, if there is one, or `late_s` after it. What was put off first happens first."""
+        if self._heap.clock.now >= self._resumes_at:
+            return False
+        self._heap.at(self._resumes_at - self._heap.clock.now + late_s, action)
+        return True
+
     # ---- clients
 
     def submit(self, client: Client) -> None:
+        if self._put_off(partial(self.submit, client)):
+            return
         name = client.request.request_id
         if not self.alive:
             self._refused(client, RequestFailed("the router is down"))
@@ -92,6 +114,8 @@ class RouterShell:
         self.flush()
 
     def cancel(self, client: Client, why: str) -> None:
+        if self._put_off(partial(self.cancel, client, why)):
+            return
         name = client.request.request_id
         if client.closed or not self.alive:
             return
@@ -176,7 +200,7 @@ class RouterShell:
                     self._ended(event)
 
     def _tick(self, router: Router) -> None:
-        if router is not self.router or not self.alive:
+        if router is not self.router or not self.alive or self._put_off(partial(self._tick, router), self._ticks_late_s):
             return
         router.tick()
         for lost in self._incoming.lost():
@@ -189,6 +213,8 @@ class RouterShell:
         self._heap.at(TICK_S, partial(self._tick, router))
 
     def _arrived(self, envelope: Envelope) -> None:
+        if not self.alive or self._put_off(partial(self._arrived, envelope)):
+            return
         for ready in self._incoming.accept(envelope):
             if self._heap.logged:
                 self._heap.note(text(ready))

@@ -39,6 +39,8 @@ class Faults:
     """A client takes no more tokens."""
     duplicate: float = 0.0
     pull_failure: float = 0.0
+    pull_stall: float = 0.0
+    """A pull moves no more until it is asked to end."""
     corruption: float = 0.0
     """A bit of a pulled block is flipped, in runs with checksums."""
     early_timer: float = 0.0
@@ -49,6 +51,8 @@ class Faults:
     kills: int = 0
     """Most engines killed and restarted in one run. What a dead sender had sent arrives up to a drawn message, and not beyond."""
     router_kills: int = 0
+    router_pauses: int = 0
+    """Most times that the router does nothing for longer than engines wait for it, and then goes on."""
     drains: int = 0
     """Most engines drained, ended and replaced in one run."""
     scale_ups: int = 0
@@ -65,12 +69,14 @@ ALL_FAULTS = Faults(
     stop_reading=0.05,
     duplicate=0.05,
     pull_failure=0.05,
+    pull_stall=0.02,
     corruption=0.05,
     early_timer=0.02,
     dead_lease=0.04,
     step_failure=0.005,
     kills=2,
     router_kills=1,
+    router_pauses=1,
     drains=1,
     scale_ups=1,
     scale_downs=1,
@@ -126,8 +132,16 @@ class Scenario:
     """Between cache and host memory, one way."""
     horizon_s: float = HORIZON_S
     transfer: TransferConfig = TRANSFER
+    num_channels: int = 1 << 20
+    """Pulls of one engine that move at once; the others wait behind them."""
     runner: Callable[..., ArithmeticRunner] = ArithmeticRunner
     """Takes (cache, num_host_blocks=)."""
+
+    @property
+    def needs_prefill(self) -> bool:
+        """Some prompts are too long for a decode engine alone."""
+        prefill, decode = self.prefill, self.decode
+        return prefill.max_prompt_tokens(prefill.num_blocks) > decode.max_prompt_tokens(decode.num_blocks)
 
 
 class HalfRight:
@@ -153,7 +167,8 @@ def drawn(
     faults: Faults = ALL_FAULTS,
     tight: bool | None = None,
 ) -> Scenario:
-    """A small run from a seed: few blocks, prompts that share prefixes, every preemption mode, drafts, two steps in flight.
+    """A small run from a seed: few blocks, prompts that share prefixes, every preemption mode, drafts, two steps in flight, and every
+    limit small now and then, those of the two pools apart.
 
     `tight`: answers are long and a decode engine holds the longest and little more, so that preemption is the rule; None: drawn.
     """
@@ -165,16 +180,15 @@ def drawn(
         seed=seed,
         num_prefill=num_prefill,
         num_decode=num_decode,
-        # With more room in prefill, leases pile up in front of a full decode engine.
-        prefill=replace(config, prompt_reservation="hold", num_blocks=draw.choice([1, 2]) * config.num_blocks),
+        prefill=_draw_prefill(draw, config),
         decode=_draw_decode(draw, config, tight),
         router=RouterConfig(
             max_attempts=10,
             policy=draw.choice(["round_robin", "least_loaded", "prefix_aware"]),
             disaggregation=draw.choice(MODES if num_prefill else MODES[1:]),
-            max_queue=draw.choice([8, 1024, 1024]),
+            max_queue=draw.choice([1, 8, 1024, 1024]),
             queue_ttl_s=draw.choice([None, None, 2.0]) if faults.deadline else None,
-            max_buffered_tokens=draw.choice([3, 6]),
+            max_buffered_tokens=draw.choice([1, 3, 6]),
             write_timeout_s=draw.choice([0.3, 30.0]),
             min_disaggregated_tokens=draw.choice([0, 0, 0, 6]) if faults is not NO_FAULTS else 0,
         ),
@@ -184,14 +198,16 @@ def drawn(
         wire_seconds=partial(_draw_wire, draw),
         block_seconds=partial(_draw_block, draw, faults),
         copy_block_s=draw.choice([0.0001, 0.01]),
-        transfer=replace(TRANSFER, checksum=draw.random() < 0.4),
+        transfer=replace(TRANSFER, checksum=draw.random() < 0.4, max_early_handoffs=draw.choice([1, 2, 1024])),
+        num_channels=draw.choice([1, 2, 1024]),
     )
 
 
 def _draw_engine(draw: random.Random) -> EngineConfig:
+    budget = draw.choice([3, 6, 6, 16, 16, 40, 40, 256])
     return EngineConfig(
-        max_num_batched_tokens=draw.choice([6, 16, 40, 256]),
-        max_num_seqs=draw.choice([2, 4, 16]),
+        max_num_batched_tokens=budget,
+        max_num_seqs=min(budget, draw.choice([1, 2, 2, 4, 4, 16])),
         max_model_len=MAX_MODEL_LEN,
         block_size=4,
         num_blocks=draw.choice([26, 32, 60]),
@@ -203,6 +219,17 @@ def _draw_engine(draw: random.Random) -> EngineConfig:
     )
 
 
+def _draw_prefill(draw: random.Random, config: EngineConfig) -> EngineConfig:
+    """With more room than in decode, leases pile up in front of a full decode engine; with less, or a shorter limit, prompts go past it."""
+    return replace(
+        config,
+        prompt_reservation="hold",
+        num_blocks=draw.choice([12, config.num_blocks, config.num_blocks, 2 * config.num_blocks]),
+        max_model_len=draw.choice([20, 40, MAX_MODEL_LEN, MAX_MODEL_LEN, MAX_MODEL_LEN]),
+        enable_chunked_prefill=draw.random() < 0.85,
+    )
+
+
 def _draw_decode(draw: random.Random, config: EngineConfig, tight: bool) -> EngineConfig:
     config = replace(
         config,
@@ -210,8 +237,11 @@ def _draw_decode(draw: random.Random, config: EngineConfig, tight: bool) -> Engi
         prompt_reservation=draw.choice(["check", "check", "none", "hold"]),
         num_host_blocks=draw.choice([8, 30, 60]),
         num_speculative_tokens=0 if config.async_scheduling else draw.choice([0, 2, 5]),
+        enable_chunked_prefill=draw.random() < 0.85,
     )
-    return replace(config, num_blocks=draw.choice([16, 18, 22]), max_num_seqs=draw.choice([4, 16])) if tight else config
+    if not tight:
+        return config
+    return replace(config, num_blocks=draw.choice([16, 18, 22]), max_num_seqs=min(config.max_num_batched_tokens, draw.choice([4, 16])))
 
 
 def _draw_clients(draw: random.Random, count: int, faults: Faults, tight: bool) -> list[Client]:

@@ -31,6 +31,7 @@ class Supervisor:
     def _look(self) -> None:
         if self._shell.dies():
             self._heap.at(self._heap.random.uniform(0.0, TICK_S), self._kill_router)
+        self._shell.pauses()
         for replica in list(self._engines.replicas.values()):
             if replica.address in self._shell.lost or (replica.draining and replica.service.drained):
                 self._end(replica)
@@ -62,8 +63,9 @@ class Supervisor:
         return False
 
     def _can_go(self, replica: Replica) -> bool:
-        """Some other engine of its pool stays; a prefill pool may vanish where decode engines serve alone."""
-        if replica.is_prefill and self._scenario.router.disaggregation != "strict":
+        """Some other engine of its pool stays; a prefill pool may vanish where decode engines compute every prompt alone."""
+        scenario = self._scenario
+        if replica.is_prefill and scenario.router.disaggregation != "strict" and not scenario.needs_prefill:
             return True
         return any(
             other.is_prefill == replica.is_prefill and other is not replica and not other.draining

@@ -225,6 +225,7 @@ def _hello(role: Any, pool: PoolConfig, blocks: int, layout: KVLayout, endpoint:
         num_blocks=blocks,
         max_num_seqs=pool.engine.max_num_seqs,
         max_model_len=pool.engine.max_model_len,
+        max_prompt_tokens=pool.engine.max_prompt_tokens(blocks),
         endpoint=endpoint,
     )
 

@@ -22,10 +22,10 @@ from engine.preemption import Mode, Reason
 from engine.runner import Batch, StepOutput
 from engine.scheduler import Scheduler
 from engine.sequence import Request
-from engine.step_counts import StepCounts
+from engine.step_counts import PREFIX_COUNTERS, StepCounts
 from kv_transfer.checksum import Checksum
 from kv_transfer.config import TransferConfig
-from kv_transfer.state import DECODE_TABLE, DecodeEvent, DecodeState, advance
+from kv_transfer.state import DECODE_TABLE, DECODE_TIMERS, DecodeEvent, DecodeState, DecodeTimer, advance
 from kv_transfer.transport import Transport
 from protocol.clock import Clock
 from protocol.errors import ChecksumMismatch, InvalidRequest, LeaseLost, ProtocolError, TransferError
@@ -48,7 +48,7 @@ from protocol.messages import (
     RequestKey,
     RouterStatus,
 )
-from protocol.router_link import LinkConfig, RouterLink
+from protocol.router_link import ROUTER_SILENT, LinkConfig, RouterLink
 from protocol.timeline import Timeline
 from protocol.timers import Timers
 
@@ -56,6 +56,7 @@ log = logging.getLogger(__name__)
 
 _FAILURES: dict[type[TransferError], str] = {LeaseLost: "leases_lost", ChecksumMismatch: "checksum_failures"}
 """Counters of failed pulls; `pull_failures` for all others."""
+_TIMERS: frozenset[DecodeTimer] = frozenset(get_args(DecodeTimer))
 
 
 @dataclass(slots=True)
@@ -108,12 +109,12 @@ class DecodeService:
         self._transport = transport
         self._pulls = Pulls(transport, clock, checksum)
         self._num_early = 0
-        self.timers: Timers[tuple[str, RequestKey]] = Timers()
+        self.timers: Timers[tuple[DecodeTimer, RequestKey]] = Timers()
         self._drain_at: float | None = None
         self._num_arrivals = 0
         self.counters: dict[str, float] = dict.fromkeys(
             (
-                *("requests", "prompt_tokens", "cached_tokens", "transferred_tokens", "prefix_query_tokens", "generated_tokens"),
+                *("requests", "prompt_tokens", *PREFIX_COUNTERS, "transferred_tokens", "generated_tokens"),
                 *(f"preemptions_{mode}" for mode in get_args(Mode)),
                 *(f"preemption_reason_{reason}" for reason in get_args(Reason)),
                 *("recomputed_tokens", "swapped_bytes", "swap_seconds"),
@@ -178,12 +179,15 @@ class DecodeService:
             if self.idle:
                 self.check_idle()
 
-    def _fire(self, due: list[tuple[str, RequestKey]], now: float) -> None:
-        """Timers whose time has come. Renewals go out in one message to each prefill engine."""
+    def _fire(self, due: list[tuple[DecodeTimer, RequestKey]], now: float) -> None:
+        """Timers whose time has come. Renewals go out in one message to each prefill engine.
+
+        A pull that does not end is asked to again and again: what it writes into is free only when it has.
+        """
         renewals: dict[Address, list[tuple[RequestKey, int]]] = {}
         for kind, key in due:
             entry = self._entries.get(key)
-            if entry is None or entry.state is DecodeState.DRAINING:
+            if entry is None or kind not in DECODE_TIMERS[entry.state]:
                 continue  # ended by a timer that was due in the same tick
             self.counters["timers_fired"] += kind != "renew"
             if kind == "renew" and entry.source is not None and entry.handoff is not None:
@@ -191,6 +195,7 @@ class DecodeService:
                 self.timers.set(("renew", key), now + self._config.lease_s / 3)
             elif kind == "pull":
                 self._pulls.cancel(key)
+                self.timers.set(("pull", key), now + self._config.pull_timeout_s)
             elif kind == "early":
                 self._forget(entry, DecodeEvent.EARLY_TIMER)
             elif kind == "deadline":
@@ -251,6 +256,7 @@ class DecodeService:
             entry.timeline.enter("decode")
             if entry.handoff is None:
                 counters["prompt_tokens"] += self._num_prompt_tokens(entry) - entry.num_cached_tokens
+                self._link.stages(key, self._slot(entry), {}, entry.num_cached_tokens)
             else:
                 counters["generated_tokens"] -= 1  # the prefill engine sampled it
         for finished in committed.finished:
@@ -306,7 +312,6 @@ class DecodeService:
             entry = self._entries[message.key] = Decode(message.key, Timeline(self._clock, "prefill_wait"))
         else:
             self._num_early -= 1
-            self.timers.cancel(("early", message.key))
         alone = message.role == "alone"
         if alone:
             entry.timeline = Timeline(self._clock, "prefill_queue")
@@ -340,7 +345,7 @@ class DecodeService:
         if entry is None:
             if self._num_early >= self._config.max_early_handoffs:
                 log.warning("early handoffs are full", extra=about(handoff.key) | {"peer": label(envelope.sender)})
-                self._refuse(envelope.sender, handoff.key, handoff.lease_id, "early handoffs are full")
+                self._refuse(envelope.sender, handoff.key, handoff.lease_id, "early handoffs are full", router_knows=False)
                 return
             entry = self._entries[handoff.key] = Decode(handoff.key, Timeline(self._clock, "prefill_wait"))
             self._num_early += 1
@@ -391,7 +396,8 @@ class DecodeService:
             self.counters["pull_failures"] += 1
 
     def _on_router_status(self, envelope: Envelope) -> None:
-        self._scheduler.set_prefill_room(cast(RouterStatus, envelope.message).prefill_room_blocks)
+        message = cast(RouterStatus, envelope.message)
+        self._scheduler.set_prefill_room(message.prefill_room_blocks, message.prefill_max_tokens)
 
     def _on_drain(self, envelope: Envelope) -> None:
         self._drain_at = self._clock() + cast(Drain, envelope.message).deadline_s
@@ -456,7 +462,6 @@ class DecodeService:
             key=entry.key, lease_id=handoff.lease_id, outcome="consumed", num_bytes=entry.num_bytes, seconds=entry.pull_seconds
         )
         self.outbox.append((entry.source, release))
-        self.timers.cancel(("renew", entry.key))
         self.counters["transferred_tokens"] += self._num_prompt_tokens(entry) - entry.num_cached_tokens
         self.counters["pulled_bytes"] += entry.num_bytes
         self.counters["pull_seconds"] += entry.pull_seconds
@@ -472,10 +477,11 @@ class DecodeService:
             self.outbox.append((self._link.address, self._hello))
 
     def _router_gone(self) -> None:
+        """Ends all keys, and says so: a router that was only slow must not wait for them. Of an older router's keys nothing is said."""
         if self._entries:
             log.info("the router is gone", extra={"num_open": len(self._entries)})
-        self._scheduler.set_prefill_room(0)
-        self._end_all(DecodeEvent.ROUTER_GONE, None, "router gone")
+        self._scheduler.set_prefill_room(0, 0)
+        self._end_all(DecodeEvent.ROUTER_GONE, "returned", ROUTER_SILENT)
 
     def _end_all(self, event: DecodeEvent, kind: EndKind | None, reason: str) -> None:
         for entry in list(self._entries.values()):
@@ -487,22 +493,25 @@ class DecodeService:
     def _leave(self, entry: Decode, event: DecodeEvent, kind: EndKind | None, reason: str = "") -> None:
         """Ends an attempt for the given reason, telling the router if the reason is ours; waits for a pull that is still writing."""
         if kind is not None and entry.request is not None:
+            if entry.handoff is None and entry.state is DecodeState.RUNNING:
+                self._link.stages(entry.key, entry.request.slot, {}, entry.num_cached_tokens)
             self._link.end(entry.key, entry.request.slot, kind, error=reason)
-        if entry.key not in self._pulls:
+        if entry.key in self._pulls:
+            self._move(entry, event, DecodeState.DRAINING)
+        else:
             self._drop(entry, event, reason)
-            return
-        self._move(entry, event, DecodeState.DRAINING)
-        for name in ("renew", "deadline"):
-            self.timers.cancel((name, entry.key))
 
     def _drop(self, entry: Decode, event: DecodeEvent, reason: str) -> None:
         """Refuses the lease unless it was consumed, then frees the destination."""
         if entry.handoff is not None and entry.source is not None and entry.state is not DecodeState.RUNNING:
-            self._refuse(entry.source, entry.key, entry.handoff.lease_id, reason)
+            knows = entry.request is not None
+            self._refuse(entry.source, entry.key, entry.handoff.lease_id, reason, router_knows=knows)
         self._forget(entry, event)
 
-    def _refuse(self, peer: Address, key: RequestKey, lease_id: int, reason: str) -> None:
-        self.outbox.append((peer, KVRelease(key=key, lease_id=lease_id, outcome="refused", reason=reason)))
+    def _refuse(self, peer: Address, key: RequestKey, lease_id: int, reason: str, *, router_knows: bool = True) -> None:
+        """`router_knows` False: the attempt ends here, and without its request nobody here can tell the router."""
+        release = KVRelease(key=key, lease_id=lease_id, outcome="refused", reason=reason, router_knows=router_knows)
+        self.outbox.append((peer, release))
 
     def _forget(self, entry: Decode, event: DecodeEvent) -> None:
         """Free, gone. A step in flight keeps its blocks until its commit (the block manager sees to it)."""
@@ -510,19 +519,18 @@ class DecodeService:
             self._num_early -= 1
         self._move(entry, event, DecodeState.GONE)
         self._scheduler.abort(entry.key)
-        for kind in ("renew", "early", "deadline", "pull"):
-            self.timers.cancel((kind, entry.key))
         del self._entries[entry.key]
 
     def _move(self, entry: Decode, event: DecodeEvent, state: DecodeState) -> None:
+        """Timers that the new state does not list are cancelled."""
         entry.state = advance(DECODE_TABLE, entry.state, event, state)
+        for kind in _TIMERS - DECODE_TIMERS[state]:
+            self.timers.cancel((kind, entry.key))
 
     def _note_prefix(self, entry: Decode, num_cached: int) -> None:
         """What this engine's own prefix cache had of a prompt; once per attempt."""
         entry.num_cached_tokens = num_cached
-        self.counters["cached_tokens"] += num_cached
-        if self._scheduler.config.enable_prefix_caching:
-            self.counters["prefix_query_tokens"] += self._num_prompt_tokens(entry)
+        self._steps.looked_up(entry.key, num_cached, self._num_prompt_tokens(entry))
 
     def _num_prompt_tokens(self, entry: Decode) -> int:
         return 0 if entry.request is None else len(entry.request.prompt_token_ids)
@@ -535,7 +543,7 @@ class DecodeService:
     def _close_timeline(self, entry: Decode) -> None:
         seconds = entry.timeline.close()
         seconds.pop("prefill_wait", None)  # the prefill engine counts it
-        self._link.stages(entry.key, self._slot(entry), seconds, entry.num_cached_tokens)
+        self._link.stages(entry.key, self._slot(entry), seconds)
 
     def _status(self, seq: int) -> ReplicaStatus:
         scheduler = self._scheduler

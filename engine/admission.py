@@ -26,7 +26,8 @@ def check_servable(state: SchedulerState, request: Request) -> None:
     if state.num_blocks(known) > state.blocks.num_usable:
         room = state.blocks.num_usable * config.block_size
         raise InvalidRequest("prompt_token_ids", num_prompt, f"the KV pool holds {room} tokens")
-    if not config.enable_chunked_prefill and request.kv != "remote" and num_prompt > config.max_num_batched_tokens:
+    whole = not config.enable_chunked_prefill and request.kv != "remote" and not request.offset
+    if whole and num_prompt > config.max_num_batched_tokens:
         limit = f"at most max_num_batched_tokens = {config.max_num_batched_tokens} tokens while enable_chunked_prefill is off"
         raise InvalidRequest("prompt_token_ids", num_prompt, limit)
 
@@ -75,7 +76,7 @@ def _admit(state: SchedulerState, sequence: Sequence, budget: int, *, alone: boo
     if config.long_prefill_token_threshold and not alone:
         num = min(num, config.long_prefill_token_threshold)
     if not config.enable_chunked_prefill and budget < num <= config.max_num_batched_tokens:
-        return 0  # a sequence that outgrew the whole budget before it was preempted is cut all the same: it would wait for ever
+        return 0  # an answer that has outgrown the whole budget is cut all the same when it goes on: it would wait for ever
     num = min(num, budget)
     first = state.num_blocks(computed + num)
     full = first if config.prompt_reservation == "none" else state.num_blocks(known)

@@ -32,6 +32,8 @@ class EngineConfig:
     swap_space_bytes: int = 0
     """Bytes of host memory to swap into if `num_host_blocks` is 0."""
     enable_chunked_prefill: bool = True
+    """Off: a prompt is computed in one step or not at all. An answer that goes on after a preemption, or in another engine, is cut
+    all the same."""
     long_prefill_token_threshold: int = 0
     """Most tokens of one sequence in one step; 0: no limit."""
     enable_prefix_caching: bool = True
@@ -55,6 +57,11 @@ class EngineConfig:
     """Tokens recomputed per token generated beyond which nobody is admitted beside those that run; 0: no limit."""
     stall_timeout_s: float = 120.0
     """An engine whose step runs for longer, or that answers nothing for longer, counts as dead and is replaced."""
+
+    def max_prompt_tokens(self, num_blocks: int) -> int:
+        """Longest prompt that an engine with so many blocks, block 0 included, computes from its beginning."""
+        longest = min(self.max_model_len - 1, (num_blocks - 1) * self.block_size)
+        return longest if self.enable_chunked_prefill else min(longest, self.max_num_batched_tokens)
 
     def __post_init__(self) -> None:
         for name in ("max_num_batched_tokens", "max_num_seqs", "block_size"):

@@ -137,7 +137,7 @@ def preempt(state: SchedulerState, position: int) -> None:
         Victim(num_tokens, computed, len(filled), len(table)),
         state.costs,
         num_host_free=state.host.num_free,
-        has_room=needed <= state.prefill_room_blocks,
+        has_room=needed <= state.prefill_room_blocks and num_tokens <= state.prefill_max_tokens,
     )
     state.blocks.release(blocks)
     state.events.preempted.append(key)

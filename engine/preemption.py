@@ -69,7 +69,7 @@ class Costs:
 def choose(
     knob: Literal["recompute", "swap", "remote", "auto"], victim: Victim, costs: Costs, *, num_host_free: int, has_room: bool
 ) -> Choice:
-    """`num_host_free`: host blocks; `has_room`: the prefill pool could take the victim's known tokens."""
+    """`num_host_free`: host blocks; `has_room`: the prefill pool could take the victim's known tokens now."""
     fits_host = victim.num_blocks <= num_host_free
     if knob == "swap":
         return Choice("swap", "configured") if fits_host else Choice("recompute", "host_full")

@@ -157,11 +157,13 @@ class Scheduler:
         if request.key in state.live:
             raise ProtocolError(f"{request.key} is live already")
         num_prompt = len(request.prompt_token_ids)
+        limit = num_prompt + request.max_tokens
         sequence = Sequence(
             request=request,
             kv=request.kv,
             stage="unoffered",
-            limit=min(num_prompt + request.max_tokens, config.max_model_len),
+            # How long an answer may grow is for the engine to judge that writes it, not for the one that begins it.
+            limit=limit if request.kv == "offer" else min(limit, config.max_model_len),
             chain=to_rows([root_hash(self._fingerprint, request.cache_salt)]),
             tokens=np.array(request.prompt_token_ids, np.int32),  # a copy: the loops take no array that must not be written to
             num_first=num_prompt,
@@ -176,9 +178,9 @@ class Scheduler:
         else:
             state.line.push(sequence)
 
-    def set_prefill_room(self, num_blocks: int) -> None:
-        """Blocks that a prefill engine could take now: what mode remote may return. A hint; 0 without a prefill pool."""
-        self._state.prefill_room_blocks = num_blocks
+    def set_prefill_room(self, num_blocks: int, max_tokens: int) -> None:
+        """What mode remote may return: so many blocks, of sequences with at most so many known tokens. A hint; 0 without a prefill pool."""
+        self._state.prefill_room_blocks, self._state.prefill_max_tokens = num_blocks, max_tokens
 
     def offer(self, key: RequestKey) -> None:
         """The first handoff of a remote request is here: it may reserve from now on. Unknown key or a later offer: no-op."""

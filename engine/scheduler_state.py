@@ -57,6 +57,8 @@ class SchedulerState:
     """Kept up to date in preemption mode auto alone."""
     prefill_room_blocks: int = 0
     """Blocks that the prefill pool could still take, by the router's last word, less what was returned to it since."""
+    prefill_max_tokens: int = 0
+    """Most known tokens of a sequence that a prefill engine can take."""
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     """(block, host block) that the batch being built copies first."""
     swap_in: list[tuple[int, int]] = field(default_factory=list)

@@ -6,13 +6,15 @@ from engine.config import EngineConfig
 from engine.runner import Batch, StepOutput
 from engine.scheduler import Scheduler
 from protocol.histogram import SECONDS, TOKENS, Histogram
-from protocol.messages import ReplicaStatus
+from protocol.messages import ReplicaStatus, RequestKey
 
 NUM_TRAYS = 8
+PREFIX_COUNTERS = ("cached_tokens", "prefix_query_tokens", "redispatched_cached_tokens", "redispatched_query_tokens")
+"""A request's first attempt asks the prefix cache for what others left; later ones mostly find the request's own work, and count apart."""
 
 
 class StepCounts:
-    """Adds committed steps to a service's `counters`, cumulative in the life of the engine."""
+    """Adds committed steps and prefix lookups to a service's `counters`, cumulative in the life of the engine."""
 
     KEYS = (
         *("steps", "step_seconds", "scheduler_seconds", "budget_tokens", "scheduled_tokens", "scheduled_sequences"),
@@ -22,8 +24,16 @@ class StepCounts:
     def __init__(self, counters: dict[str, float], config: EngineConfig) -> None:
         self._counters = counters
         self._budget = config.max_num_batched_tokens
+        self._looks_up = config.enable_prefix_caching
         self._seconds, self._tokens = Histogram(SECONDS), Histogram(TOKENS)
         self._batches: deque[Batch] = deque(maxlen=NUM_TRAYS)
+
+    def looked_up(self, key: RequestKey, num_cached: int, num_tokens: int) -> None:
+        """An attempt of `num_tokens` known tokens began; the prefix cache had `num_cached` of them."""
+        kind = "" if key.attempt == 1 else "redispatched_"
+        self._counters[f"{kind}cached_tokens"] += num_cached
+        if self._looks_up:
+            self._counters["redispatched_query_tokens" if kind else "prefix_query_tokens"] += num_tokens
 
     def scheduled(self, batch: Batch) -> None:
         """Kept for the last trays of the status."""

@@ -50,7 +50,7 @@ class LocalPull:
         self.destination = destination
         self.destination_blocks = [pair[1] for pair in pairs]
         self._pairs = pairs
-        self._cancelled = False
+        self.cancelled = False
         self.num_blocks = len(pairs)
         self.num_moved = 0
         self.done = False
@@ -61,13 +61,13 @@ class LocalPull:
         return self.done
 
     def cancel(self) -> None:
-        self._cancelled = True
+        self.cancelled = True
 
     def advance(self, num_blocks: int | None = None) -> None:
         """Copies the next `num_blocks` blocks (all that are left) as they are in the source now; terminal after the last."""
         if self.done:
             return
-        if self._cancelled:
+        if self.cancelled:
             self.fail("cancelled")
             return
         end = self.num_blocks if num_blocks is None else min(self.num_moved + num_blocks, self.num_blocks)

@@ -1,13 +1,13 @@
-"""The legal transitions of a handoff, as data: one table for the prefill side, one for the decode side.
+"""The legal transitions of a handoff, as data: one table for the prefill side, one for the decode side, and the timers of each state.
 
 The services call `advance` at each transition; what no table lists raises ProtocolError. Ignoring an event is listed, too, where the
-protocol says so. Guards, actions and timers live in the services; where a guard decides, an event has several next states and the
-service names the one it goes to.
+protocol says so. Guards and actions live in the services; where a guard decides, an event has several next states and the
+service names the one it goes to. A timer runs only in states that list it: the service cancels the others at each transition.
 """
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from protocol.errors import ProtocolError
 
@@ -92,6 +92,9 @@ class DecodeEvent(StrEnum):
     EARLY_TIMER = "early_timer"
 
 
+PrefillTimer = Literal["deadline", "lease", "revoke"]
+DecodeTimer = Literal["deadline", "early", "pull", "renew"]
+
 S = TypeVar("S", bound=StrEnum)
 E = TypeVar("E", bound=StrEnum)
 Table = Mapping[tuple[S, E], frozenset[S]]
@@ -145,7 +148,7 @@ def _prefill_table() -> Table[PrefillState, PrefillEvent]:
             ((s.LEASED,), (e.RENEW,), None),
             ((s.LEASED,), (e.ABORT, e.ROUTER_GONE, e.DRAIN_DEADLINE), (s.REVOKING,)),
             ((s.LEASED,), (e.PEER_LOST, e.CONSUMED, e.REFUSED, e.LEASE_TIMER), (s.GONE,)),
-            ((s.REVOKING,), (e.CHUNK, e.LAST_CHUNK, e.STEP_FAILED, e.DEADLINE, e.ROUTER_GONE, e.ABORT, e.RENEW), None),
+            ((s.REVOKING,), (e.CHUNK, e.LAST_CHUNK, e.STEP_FAILED, e.ABORT, e.RENEW), None),
             ((s.REVOKING,), (e.PEER_LOST, e.CONSUMED, e.REFUSED, e.REVOKE_TIMER), (s.GONE,)),
         ]
     )
@@ -175,7 +178,7 @@ def _decode_table() -> Table[DecodeState, DecodeEvent]:
             # Its destination begins with blocks that the failed step was to fill: found by name while they were being computed.
             ((s.RESERVED,), (e.STEP_FAILED,), (s.DRAINING, s.GONE)),
             ((s.DRAINING,), (e.PULL_ENDED,), (s.GONE,)),
-            ((s.DRAINING,), (e.REQUEST, e.HANDOFF, e.BAD_HANDOFF, e.ABORT, e.DEADLINE, e.ROUTER_GONE, e.DRAIN_DEADLINE, e.REVOKE), None),
+            ((s.DRAINING,), (e.REQUEST, e.HANDOFF, e.BAD_HANDOFF, e.ABORT, e.ROUTER_GONE, e.DRAIN_DEADLINE, e.REVOKE), None),
             ((s.DRAINING,), (e.STEP_FAILED,), None),
             ((s.RUNNING,), (e.STEP, e.REVOKE), None),
             ((s.RUNNING,), (e.FINISHED, e.STEP_FAILED, e.RETURNED), (s.GONE,)),
@@ -186,3 +189,23 @@ def _decode_table() -> Table[DecodeState, DecodeEvent]:
 
 PREFILL_TABLE = _prefill_table()
 DECODE_TABLE = _decode_table()
+
+PREFILL_TIMERS: Mapping[PrefillState, frozenset[PrefillTimer]] = {
+    PrefillState.GONE: frozenset(),
+    PrefillState.WAITING: frozenset({"deadline"}),
+    PrefillState.RUNNING: frozenset({"deadline"}),
+    PrefillState.LEASED: frozenset({"lease"}),
+    PrefillState.REVOKING: frozenset({"revoke"}),
+}
+"""Which timers may run in a state. What waits for another process's answer has one: LEASED for decode's release, REVOKING for its
+refusal. WAITING and RUNNING end by this engine's own steps."""
+
+DECODE_TIMERS: Mapping[DecodeState, frozenset[DecodeTimer]] = {
+    DecodeState.GONE: frozenset(),
+    DecodeState.EARLY: frozenset({"early"}),
+    DecodeState.WAITING: frozenset({"deadline", "renew"}),
+    DecodeState.RESERVED: frozenset({"deadline", "renew", "pull"}),
+    DecodeState.DRAINING: frozenset({"pull"}),
+    DecodeState.RUNNING: frozenset({"deadline"}),
+}
+"""As above. The pull's own timer runs in every state that a pull may write in, so that one that never ends by itself is asked to."""

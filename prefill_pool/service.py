@@ -13,16 +13,16 @@ Safety is one order, kept in `_free`: clear the word, pass a barrier, then free.
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import NamedTuple, cast, get_args
 
 from engine.runner import Batch, StepOutput
 from engine.scheduler import PromptDone, Scheduler
 from engine.sequence import Request
-from engine.step_counts import StepCounts
+from engine.step_counts import PREFIX_COUNTERS, StepCounts
 from kv_transfer.checksum import Checksum
 from kv_transfer.config import TransferConfig
 from kv_transfer.lease import LeaseTable
-from kv_transfer.state import PREFILL_TABLE, PrefillEvent, PrefillState, advance
+from kv_transfer.state import PREFILL_TABLE, PREFILL_TIMERS, PrefillEvent, PrefillState, PrefillTimer, advance
 from protocol.clock import Clock
 from protocol.errors import InvalidRequest, ProtocolError
 from protocol.log import about, label
@@ -44,11 +44,13 @@ from protocol.messages import (
     RouterStatus,
     TokenLogprobs,
 )
-from protocol.router_link import LinkConfig, RouterLink
+from protocol.router_link import ROUTER_SILENT, LinkConfig, RouterLink
 from protocol.timeline import Timeline
 from protocol.timers import Timers
 
 log = logging.getLogger(__name__)
+
+_TIMERS: frozenset[PrefillTimer] = frozenset(get_args(PrefillTimer))
 
 
 @dataclass(slots=True)
@@ -108,12 +110,12 @@ class PrefillService:
         self._clock = clock
         self._link = RouterLink(link, clock, self.outbox)
         self._entries: dict[RequestKey, Prefill] = {}
-        self.timers: Timers[tuple[str, RequestKey]] = Timers()
+        self.timers: Timers[tuple[PrefillTimer, RequestKey]] = Timers()
         self._drain_at: float | None = None
         self._num_arrivals = 0
         self.counters: dict[str, float] = dict.fromkeys(
             (
-                *("requests", "prompt_tokens", "cached_tokens", "prefix_query_tokens", "generated_tokens"),
+                *("requests", "prompt_tokens", *PREFIX_COUNTERS, "generated_tokens"),
                 *("handoffs", "consumed", "refused", "expired", "timers_fired", "ignored"),
                 *StepCounts.KEYS,
             ),
@@ -154,7 +156,7 @@ class PrefillService:
         now = self._clock()
         for kind, key in self.timers.due(now):
             entry = self._entries.get(key)
-            if entry is None:
+            if entry is None or kind not in PREFILL_TIMERS[entry.state]:
                 continue  # ended by a timer that was due in the same tick
             self.counters["timers_fired"] += 1
             if kind == "lease":
@@ -184,9 +186,7 @@ class PrefillService:
             self._move(entry, PrefillEvent.ADMITTED, PrefillState.RUNNING)
             entry.num_cached_tokens = num_cached
             entry.timeline.enter("prefill")
-            self.counters["cached_tokens"] += num_cached
-            if self._scheduler.config.enable_prefix_caching:
-                self.counters["prefix_query_tokens"] += len(entry.request.prompt_token_ids)
+            self._steps.looked_up(key, num_cached, len(entry.request.prompt_token_ids))
         if batch is not None:
             self._steps.scheduled(batch)
         return batch
@@ -304,9 +304,11 @@ class PrefillService:
             self._forget(entry, PrefillEvent.CONSUMED)
         elif entry.state is PrefillState.REVOKING:
             if entry.report:
-                self._link.end(message.key, entry.request.slot, "failed", error=message.reason or "lease refused")
+                self._report(entry, "failed", message.reason or "lease refused")
             self._forget(entry, PrefillEvent.REFUSED)
         else:
+            if not message.router_knows:
+                self._report(entry, "returned", message.reason)
             self._tell_revoked(entry, "refused")
             self._forget(entry, PrefillEvent.REFUSED)
 
@@ -326,7 +328,6 @@ class PrefillService:
         """The last chunk: ownership of the blocks passes from the scheduler to this entry."""
         request = entry.request
         entry.block_ids = done.block_ids
-        self.timers.cancel(("deadline", request.key))
         self._link.stages(request.key, request.slot, entry.timeline.close(), entry.num_cached_tokens)
         if done.finish_reason is None:
             self._offer(entry, done.block_ids, len(request.prompt_token_ids), done.first_token_id, done.first_logprobs)
@@ -380,7 +381,7 @@ class PrefillService:
     def _on_lease_timer(self, entry: Prefill) -> None:
         log.warning("lease expired", extra=about(entry.request.key) | {"peer": label(entry.peer), "lease_id": entry.lease_id})
         self.counters["expired"] += 1
-        self._link.end(entry.request.key, entry.request.slot, "failed", error="lease_expired")
+        self._report(entry, "failed", "lease_expired")
         self._tell_revoked(entry, "lease_expired")
         self._forget(entry, PrefillEvent.LEASE_TIMER)
 
@@ -388,16 +389,14 @@ class PrefillService:
         log.warning("revoke expired", extra=about(entry.request.key) | {"peer": label(entry.peer), "lease_id": entry.lease_id})
         self.counters["expired"] += 1
         if entry.report:
-            self._link.end(entry.request.key, entry.request.slot, "failed", error="revoke_expired")
+            self._report(entry, "failed", "revoke_expired")
         self._forget(entry, PrefillEvent.REVOKE_TIMER)
 
     def _on_deadline(self, entry: Prefill) -> None:
-        if entry.state is PrefillState.REVOKING:
-            self._move(entry, PrefillEvent.DEADLINE, PrefillState.REVOKING)
-        elif not entry.lease_id:
+        if not entry.lease_id:
             self._end(entry, PrefillEvent.DEADLINE, "aborted", "deadline")
         else:
-            self._link.end(entry.request.key, entry.request.slot, "aborted", error="deadline")
+            self._report(entry, "aborted", "deadline")
             self._revoke(entry, PrefillEvent.DEADLINE, "deadline", report=False)
 
     def _on_drain_deadline(self) -> None:
@@ -414,24 +413,30 @@ class PrefillService:
             self.outbox.append((self._link.address, self._hello))
 
     def _router_gone(self) -> None:
+        """Ends all keys, and says so: a router that was only slow must not wait for them. Of an older router's keys nothing is said."""
         if self._entries:
             log.info("the router is gone", extra={"num_open": len(self._entries)})
         for entry in list(self._entries.values()):
             if not entry.lease_id:
-                self._end(entry, PrefillEvent.ROUTER_GONE, None)
-            elif entry.state is PrefillState.REVOKING:
-                self._move(entry, PrefillEvent.ROUTER_GONE, PrefillState.REVOKING)
-                entry.report = False
-            else:
-                self._revoke(entry, PrefillEvent.ROUTER_GONE, "router gone", report=False)
+                self._end(entry, PrefillEvent.ROUTER_GONE, "returned", ROUTER_SILENT)
+            elif entry.state is not PrefillState.REVOKING:
+                self._report(entry, "returned", ROUTER_SILENT)
+                self._revoke(entry, PrefillEvent.ROUTER_GONE, ROUTER_SILENT, report=False)
 
     # ---- endings; every path out goes through `_forget`
 
     def _end(self, entry: Prefill, event: PrefillEvent, kind: EndKind | None, error: str = "") -> None:
         """Ends an attempt that was never offered."""
         if kind is not None:
-            self._link.end(entry.request.key, entry.request.slot, kind, error=error)
+            self._report(entry, kind, error)
         self._forget(entry, event)
+
+    def _report(self, entry: Prefill, kind: EndKind, error: str) -> None:
+        """Tells the router of an end that is not its own doing, and what the prefix cache had if the attempt began."""
+        key, slot = entry.request.key, entry.request.slot
+        if entry.state is not PrefillState.WAITING:
+            self._link.stages(key, slot, {}, entry.num_cached_tokens)
+        self._link.end(key, slot, kind, error=error)
 
     def _tell_revoked(self, entry: Prefill, reason: str) -> None:
         self.outbox.append((entry.peer, KVRevoke(key=entry.request.key, lease_id=entry.lease_id, reason=reason)))
@@ -443,7 +448,6 @@ class PrefillService:
         if entry.block_ids is None:
             entry.block_ids = self._scheduler.detach(key)
         entry.report = report
-        self.timers.cancel(("lease", key))
         self.timers.set(("revoke", key), self._clock() + self._config.revoke_s)
         self._tell_revoked(entry, reason)
 
@@ -458,12 +462,13 @@ class PrefillService:
             self._scheduler.abort(key)
         else:
             self._scheduler.blocks.free(entry.block_ids)
-        for kind in ("lease", "revoke", "deadline"):
-            self.timers.cancel((kind, key))
         del self._entries[key]
 
     def _move(self, entry: Prefill, event: PrefillEvent, state: PrefillState) -> None:
+        """Timers that the new state does not list are cancelled."""
         entry.state = advance(PREFILL_TABLE, entry.state, event, state)
+        for kind in _TIMERS - PREFILL_TIMERS[state]:
+            self.timers.cancel((kind, entry.request.key))
 
     def _status(self, seq: int) -> ReplicaStatus:
         return self._steps.status(self._scheduler, seq, draining=self._drain_at is not None, num_leases=self._leases.num_live)

@@ -141,12 +141,17 @@ class KVRenew:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVRelease:
-    """D -> P, once per lease. `num_bytes` and `seconds`: what the pulls moved and how long they took."""
+    """D -> P, once per lease. `num_bytes` and `seconds`: what the pulls moved and how long they took.
+
+    `router_knows`, of a refusal: the attempt's end came from the router, or D has told it. False: D has no request
+    to speak of, so P tells the router.
+    """
 
     key: RequestKey
     lease_id: int
     outcome: Literal["consumed", "refused"]
     reason: str = ""
+    router_knows: bool = True
     num_bytes: int = 0
     seconds: float = 0.0
 
@@ -169,12 +174,16 @@ class End(NamedTuple):
 
 
 class StageSeconds(NamedTuple):
-    """Seconds one attempt spent in each stage of this engine: sent with its first token and with its end."""
+    """Seconds one attempt spent in each stage of this engine: sent with its first token and with its end.
+
+    `num_cached_tokens`: how much of its known tokens the engine that computes them had in its prefix cache when the attempt
+    began. None: not told here.
+    """
 
     slot: int
     attempt: int
     seconds: dict[str, float]
-    num_cached_tokens: int = 0
+    num_cached_tokens: int | None = None
 
 
 class Logprobs(NamedTuple):
@@ -236,14 +245,21 @@ class ReplicaStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterStatus:
+    """`prefill_room_blocks`, `prefill_max_tokens`: most free blocks in a prefill engine, and most known tokens that one can take."""
+
     router_epoch: int
     seq: int
     prefill_room_blocks: int
+    prefill_max_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """An engine has started. `endpoint`: opaque to everyone but its peers' transport."""
+    """An engine has started. `endpoint`: opaque to everyone but its peers' transport.
+
+    `max_prompt_tokens`: longest prompt it computes from the beginning. An answer that goes on elsewhere brings more known tokens:
+    the engine takes as many as its blocks and `max_model_len` hold.
+    """
 
     role: Literal["prefill", "decode"]
     layout_fingerprint: bytes
@@ -251,6 +267,7 @@ class Hello:
     num_blocks: int
     max_num_seqs: int
     max_model_len: int
+    max_prompt_tokens: int
     endpoint: bytes
 
 

@@ -37,6 +37,9 @@ class Rows(NamedTuple):
     logprobs: tuple[Logprobs, ...] = ()
 
 
+ROUTER_SILENT = "the router was silent"
+"""Why an engine has ended all keys of a router that it has not heard for `router_timeout_s`."""
+
 _NONE = np.empty(0, dtype=np.int32)
 _NO_ROWS = Rows(np.empty(0, dtype=np.int64), _NONE, _NONE, _NONE, _NONE)
 
@@ -98,8 +101,8 @@ class RouterLink:
         if key.router_epoch == self.epoch:
             self._ends.append(End(slot, key.attempt, kind, finish_reason, error))
 
-    def stages(self, key: RequestKey, slot: int, seconds: dict[str, float], num_cached_tokens: int = 0) -> None:
-        """Adds stage times of an attempt to the next `StepTokens`."""
+    def stages(self, key: RequestKey, slot: int, seconds: dict[str, float], num_cached_tokens: int | None = None) -> None:
+        """Adds stage times of an attempt to the next `StepTokens`, and what the prefix cache had of it where that is said."""
         if key.router_epoch == self.epoch:
             self._stages.append(StageSeconds(slot, key.attempt, seconds, num_cached_tokens))
 

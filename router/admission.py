@@ -23,17 +23,22 @@ class ClientRequest:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one decode engine can ever hold."""
+    """What one decode engine can ever hold, and compute by itself."""
 
     max_model_len: int
     num_pool_tokens: int
+    max_prompt_tokens: int
 
     @classmethod
     def of(cls, hello: Hello) -> "Limits":
-        return cls(hello.max_model_len, (hello.num_blocks - 1) * hello.block_size)
+        return cls(hello.max_model_len, (hello.num_blocks - 1) * hello.block_size, hello.max_prompt_tokens)
 
     def smaller(self, other: "Limits") -> "Limits":
-        return Limits(min(self.max_model_len, other.max_model_len), min(self.num_pool_tokens, other.num_pool_tokens))
+        return Limits(
+            min(self.max_model_len, other.max_model_len),
+            min(self.num_pool_tokens, other.num_pool_tokens),
+            min(self.max_prompt_tokens, other.max_prompt_tokens),
+        )
 
     def check(self, request: ClientRequest) -> int:
         """Returns the answer's length limit in tokens, clipped to the model's; raises InvalidRequest for what can never fit."""

@@ -27,6 +27,8 @@ class Fleet:
         """By replica id, what its lives that are over have counted, as of the last status of each."""
         self.limits: Limits | None = None
         """Of the smallest decode engine ever seen: any engine must be able to take over any request."""
+        self.max_prefill_tokens = 0
+        """Longest prompt that a prefill engine ever seen computes."""
 
     def __iter__(self) -> Iterator[Replica]:
         return iter(self._replicas.values())
@@ -71,6 +73,7 @@ class Fleet:
         self._replicas[address] = Replica(address, hello, self._clock())
         log.info("replica up", extra={"peer": label(address), "num_blocks": hello.num_blocks})
         if hello.role == "prefill":
+            self.max_prefill_tokens = max(self.max_prefill_tokens, hello.max_prompt_tokens)
             self._outbox.extend((decode.address, PeerUp(peer=address, endpoint=hello.endpoint)) for decode in self.pool("decode"))
             return
         limits = Limits.of(hello)
@@ -135,8 +138,9 @@ class Fleet:
         replica = self._replicas[address]
         return Load(ask.num_uncached(replica) if replica.hello.role == "prefill" else 0, ask.num_blocks(replica))
 
-    def send_status(self, router_epoch: int, seq: int, to: Address | None = None) -> None:
-        """To one engine, or to all that were started."""
-        room = [r.status.num_free_blocks for r in self.pool("prefill") if r.state == "up" and r.status is not None]
-        status = RouterStatus(router_epoch=router_epoch, seq=seq, prefill_room_blocks=max(room, default=0))
+    def send_status(self, router_epoch: int, seq: int, to: Address | None = None, *, returns: bool = True) -> None:
+        """To one engine, or to all that were started. `returns`: what a decode engine returns may go to the prefill pool."""
+        room = [(r.status.num_free_blocks, r.max_known_tokens) for r in self.pool("prefill") if r.state == "up" and r.status is not None]
+        num_blocks, max_tokens = max(room, default=(0, 0)) if returns else (0, 0)
+        status = RouterStatus(router_epoch=router_epoch, seq=seq, prefill_room_blocks=num_blocks, prefill_max_tokens=max_tokens)
         self._outbox.extend((address, status) for address in ([to] if to else self._started.values()))

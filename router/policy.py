@@ -42,9 +42,18 @@ class Replica:
         return self.state == "up" and self.in_flight < self.hello.max_num_seqs + DISPATCH_AHEAD
 
     @property
-    def max_prompt_tokens(self) -> int:
-        """Longest prompt it can ever compute."""
+    def max_known_tokens(self) -> int:
+        """Most known tokens of a request whose KV it can ever compute."""
         return min((self.hello.num_blocks - 1) * self.hello.block_size, self.hello.max_model_len - 1)
+
+    def takes(self, ask: "Ask") -> bool:
+        """Whether it can compute all that is known of a request. Only a prompt that nothing was delivered for has to fit as a prompt."""
+        begins = not ask.num_delivered
+        return ask.num_tokens <= (self.hello.max_prompt_tokens if begins else self.max_known_tokens)
+
+    def holds(self, ask: "Ask") -> bool:
+        """Whether the whole answer finds room here; its last token needs none."""
+        return ask.num_tokens + ask.max_tokens - 1 <= self.max_known_tokens
 
     def num_used_blocks(self, now: float) -> int:
         if self.status is None or now - self.heard_at > STALE_STATUS_S:
@@ -63,6 +72,8 @@ class Ask(NamedTuple):
     """What is to be placed. `hashes`: of the full blocks of its known tokens; empty where no rule looks at them."""
 
     num_tokens: int
+    """Known: the prompt and what was delivered."""
+    num_delivered: int
     max_tokens: int
     hashes: Sequence[bytes]
     now: float
@@ -135,15 +146,32 @@ def pick(
     disaggregation: Literal["auto", "strict", "off"],
     min_disaggregated_tokens: int,
 ) -> Pick | None:
-    """A decode engine serves alone when the prompt it lacks is short, or (not in strict) when no live prefill engine can hold it."""
-    free_decode = [r for r in decode if r.has_room]
+    """A decode engine serves alone when the prompt it lacks is short, or (not in strict) when no live prefill engine can take it.
+
+    Which it can do only if its own limits allow: else the request waits for a prefill engine.
+    """
+    free_decode = [r for r in decode if r.has_room and r.holds(ask)]
     if not free_decode:
         return None
     chosen = choose(free_decode, ask)
-    if disaggregation == "off" or ask.num_uncached(chosen) < min_disaggregated_tokens:
-        return Pick(None, chosen.address)
-    able = [r for r in prefill if r.state == "up" and r.max_prompt_tokens >= ask.num_tokens]
-    if not able and disaggregation == "auto":
+    able = [r for r in prefill if r.state == "up" and r.takes(ask)] if disaggregation != "off" else []
+    alone = ask.num_uncached(chosen) < min_disaggregated_tokens or (not able and disaggregation != "strict")
+    if alone and chosen.takes(ask):
         return Pick(None, chosen.address)
     free_prefill = [r for r in able if r.has_room]
     return Pick(choose(free_prefill, ask).address, chosen.address) if free_prefill else None
+
+
+def too_large_for_all(
+    prefill: Sequence[Replica], decode: Sequence[Replica], ask: Ask, *, disaggregation: Literal["auto", "strict", "off"]
+) -> bool:
+    """Whether engines are up, and none of them could ever serve this: it waits for one that is away."""
+    up_prefill, up_decode = [r for r in prefill if r.state == "up"], [r for r in decode if r.state == "up"]
+    able_decode = [r for r in up_decode if r.holds(ask)]
+    if not able_decode:
+        return bool(up_decode)
+    if disaggregation == "strict":
+        return bool(up_prefill) and not any(r.takes(ask) for r in up_prefill)
+    if any(r.takes(ask) for r in able_decode):
+        return False
+    return disaggregation == "off" or not any(r.takes(ask) for r in up_prefill)

@@ -76,7 +76,10 @@ class Open:
     delivered: list[int] = field(default_factory=list)
     delivered_at: float = 0.0
     """When the last tokens came."""
-    num_cached_tokens: int = 0
+    first_offset: int = 0
+    """Tokens that were delivered when the present attempt began."""
+    num_cached_tokens: int | None = None
+    """Of its prompt, when its first attempt began; None: not told yet."""
     stages: dict[str, float] = field(default_factory=dict)
     attempt_stages: dict[str, float] = field(default_factory=dict)
     """As the engines of the present attempt report them."""

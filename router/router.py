@@ -38,12 +38,12 @@ from protocol.messages import (
     TokenLogprobs,
 )
 from protocol.timers import Timers
-from router.admission import ClientRequest, WaitingLine
+from router.admission import ClientRequest, Limits, WaitingLine
 from router.config import RouterConfig
 from router.fleet import Fleet
 from router.lockstep import Lockstep
 from router.metrics_totals import ENDS, ReplicaTotals
-from router.policy import POLICIES, Ask, Pick, Replica, pick
+from router.policy import POLICIES, Ask, Pick, Replica, pick, too_large_for_all
 from router.request import Delivered, Ended, Open, Usage
 
 log = logging.getLogger(__name__)
@@ -102,13 +102,13 @@ class Router:
         """Accepts a request, or raises a RequestError. Once accepted, exactly one `Ended` follows."""
         if self._draining:
             raise Draining("the deployment is draining")
-        if self._fleet.limits is None:
+        limits = self._fleet.limits
+        if limits is None:
             raise RequestFailed("no decode engine has started yet")
         if request.request_id in self._slots:
             raise InvalidRequest("request_id", request.request_id, "already in use")
-        max_tokens = self._fleet.limits.check(request)
-        if self._config.disaggregation == "strict":
-            self._check_strict(len(request.prompt_token_ids) + max_tokens - 1)
+        max_tokens = limits.check(request)
+        self._check_prompt(limits, len(request.prompt_token_ids), max_tokens)
         self._line.check_room()
         now = self._clock()
         if request.sampling.seed is None:
@@ -125,13 +125,27 @@ class Router:
             self._timers.set(slot, now + request.deadline_s)
         self._dispatch()
 
-    def _check_strict(self, num_tokens: int) -> None:
-        """No silent fallback: without a prefill engine that is up and can hold even the last retry of a request, it is refused."""
-        rooms = [r.max_prompt_tokens for r in self._fleet.pool("prefill") if r.state == "up"]
-        if not rooms:
+    def _check_prompt(self, limits: Limits, num_prompt: int, max_tokens: int) -> None:
+        """Refuses a prompt that nobody can compute: for good where no engine ever seen can, for now while those that can are away.
+
+        In strict there is no silent fallback: a prefill engine that is up must hold even the last retry of a request.
+        """
+        mode = self._config.disaggregation
+        alone = 0 if mode == "strict" else limits.max_prompt_tokens
+        if num_prompt <= alone:
+            return
+        up = [r for r in self._fleet.pool("prefill") if r.state == "up"]
+        if mode == "strict" and not up:
             raise RequestFailed("disaggregation is strict and no prefill engine is up")
-        if num_tokens > max(rooms):
-            raise InvalidRequest("prompt", f"{num_tokens} tokens with its answer", f"prefill engines hold {max(rooms)} tokens")
+        longest = alone if mode == "off" else max(alone, self._fleet.max_prefill_tokens)
+        if num_prompt > longest:
+            raise InvalidRequest("prompt", f"{num_prompt} tokens", f"the longest prompt that an engine computes has {longest} tokens")
+        able = [r for r in up if num_prompt <= r.hello.max_prompt_tokens]
+        if not able:
+            raise RequestFailed(f"no prefill engine that computes a prompt of {num_prompt} tokens is up")
+        num_tokens, room = num_prompt + max_tokens - 1, max(r.max_known_tokens for r in able)
+        if mode == "strict" and num_tokens > room:
+            raise InvalidRequest("prompt", f"{num_tokens} tokens with its answer", f"prefill engines hold {room} tokens")
 
     def cancel(self, request_id: str) -> None:
         """The client is gone. Unknown or closed requests are fine."""
@@ -273,7 +287,8 @@ class Router:
             entry = self._current(sender, slot, attempt)
             if entry is not None:
                 entry.attempt_stages.update(seconds)
-                entry.num_cached_tokens = entry.num_cached_tokens or num_cached
+                if entry.num_cached_tokens is None and not entry.first_offset:
+                    entry.num_cached_tokens = num_cached  # of an attempt with delivered tokens it would be its own work
         for end in message.ends:
             entry = self._current(sender, end.slot, end.attempt)
             if entry is not None:
@@ -364,22 +379,34 @@ class Router:
     # ---- attempts
 
     def _dispatch(self) -> None:
-        """Gives engines to the head of the line as long as the policy finds some. The head that finds none stops the line."""
+        """Gives engines to the head of the line as long as the policy finds some. The head that finds none stops the line.
+
+        Not so one that only engines which are away could serve: it keeps its place and lets the others pass.
+        """
+        if not len(self._line):
+            return
+        set_aside: list[Open] = []
+        prefill, decode, mode = self._fleet.pool("prefill"), self._fleet.pool("decode"), self._config.disaggregation
         while (slot := self._line.head()) is not None:
             entry = self._open[slot]
             ask = self._ask(entry)
             chosen = pick(
                 POLICIES[self._config.policy],
-                self._fleet.pool("prefill"),
-                self._fleet.pool("decode"),
+                prefill,
+                decode,
                 ask,
-                disaggregation=self._config.disaggregation,
+                disaggregation=mode,
                 min_disaggregated_tokens=self._config.min_disaggregated_tokens,
             )
-            if chosen is None:
-                return
+            if chosen is None and not too_large_for_all(prefill, decode, ask, disaggregation=mode):
+                break
             self._line.remove(slot)
-            self._start_attempt(entry, chosen, ask)
+            if chosen is None:
+                set_aside.append(entry)
+            else:
+                self._start_attempt(entry, chosen, ask)
+        for entry in reversed(set_aside):
+            self._line.push(entry.slot, entry.request.priority, front=True)
 
     def _ask(self, entry: Open) -> Ask:
         """What the policies know of a request; its hashes, of the prompt alone, are computed once, and only if a policy looks at them."""
@@ -390,7 +417,7 @@ class Router:
                 entry.hashes = chain_hashes(root, entry.request.prompt_token_ids, hello.block_size)
         num_delivered = len(entry.delivered)
         num_tokens = len(entry.request.prompt_token_ids) + num_delivered
-        return Ask(num_tokens, entry.max_tokens - num_delivered, entry.hashes or (), self._clock())
+        return Ask(num_tokens, num_delivered, entry.max_tokens - num_delivered, entry.hashes or (), self._clock())
 
     def _start_attempt(self, entry: Open, chosen: Pick, ask: Ask) -> None:
         now = self._clock()
@@ -398,6 +425,7 @@ class Router:
         entry.attempt += 1
         entry.key = RequestKey(self.address.epoch, entry.request.request_id, entry.attempt)
         entry.prefill, entry.decode, entry.decode_seen = chosen.prefill, chosen.decode, False
+        entry.first_offset = len(entry.delivered)
         log.debug("attempt started", extra=entry.about | {"peers": [label(a) for a in (chosen.prefill, chosen.decode) if a]})
         entry.split = chosen.prefill is not None
         request = entry.request
@@ -497,7 +525,8 @@ class Router:
         self._timers.cancel(entry.slot)
         del self._open[entry.slot]
         del self._slots[entry.request.request_id]
-        usage = Usage(len(entry.request.prompt_token_ids), entry.num_cached_tokens, len(entry.delivered))
+        num_cached = 0 if entry.num_cached_tokens is None else entry.num_cached_tokens
+        usage = Usage(len(entry.request.prompt_token_ids), num_cached, len(entry.delivered))
         self.events.append(Ended(entry.request.request_id, finish_reason, error, usage, stages, entry.attempt))
         fields = {"finish_reason": finish_reason, "error": error and str(error), "usage": usage._asdict(), "stages": stages}
         log.debug("request ended", extra=entry.about | fields)
@@ -512,4 +541,4 @@ class Router:
 
     def _send_status(self, to: Address | None = None) -> None:
         self._status_seq += 1
-        self._fleet.send_status(self.address.epoch, self._status_seq, to)
+        self._fleet.send_status(self.address.epoch, self._status_seq, to, returns=self._config.disaggregation != "off")

@@ -65,6 +65,7 @@ class World:
             num_blocks=self.config.num_blocks,
             max_num_seqs=self.config.max_num_seqs,
             max_model_len=self.config.max_model_len,
+            max_prompt_tokens=self.config.max_prompt_tokens(self.config.num_blocks),
             endpoint=b"",
         )
 
@@ -72,7 +73,7 @@ class World:
         self.service.handle(Envelope(sender, receiver or self.address, 0, message))
 
     def hear_router(self, epoch: int = 3) -> None:
-        self.say(Address("router", epoch), RouterStatus(router_epoch=epoch, seq=1, prefill_room_blocks=0))
+        self.say(Address("router", epoch), RouterStatus(router_epoch=epoch, seq=1, prefill_room_blocks=0, prefill_max_tokens=0))
 
     def request(self, num_prompt: int = 10, *, name: str = "r", role: Any, peer: Address | None, **changes: Any) -> GenerateRequest:
         prompt = np.arange(1, num_prompt + 1, dtype=np.int32)

@@ -214,6 +214,7 @@ def _hello(role: Literal["prefill", "decode"], layout: KVLayout, config: EngineC
         num_blocks=NUM_BLOCKS,
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
+        max_prompt_tokens=config.max_prompt_tokens(NUM_BLOCKS),
         endpoint=endpoint,
     )
 

@@ -75,7 +75,7 @@ def wire() -> Iterator[Wire]:
 
 
 def test_a_pair_answers_through_shared_memory(wire: Wire) -> None:
-    wire.say(PREFILL, RouterStatus(router_epoch=1, seq=1, prefill_room_blocks=0))
+    wire.say(PREFILL, RouterStatus(router_epoch=1, seq=1, prefill_room_blocks=0, prefill_max_tokens=0))
     hello = wire.hear(Hello)
     assert isinstance(hello, Hello)
     assert (hello.role, hello.num_blocks, hello.block_size) == ("prefill", 32, 16)

@@ -20,7 +20,7 @@ def ask(world: DecodeWorld) -> None:
 
 
 def hear_room(world: DecodeWorld, num_blocks: int) -> None:
-    world.say(ROUTER, RouterStatus(router_epoch=3, seq=2, prefill_room_blocks=num_blocks))
+    world.say(ROUTER, RouterStatus(router_epoch=3, seq=2, prefill_room_blocks=num_blocks, prefill_max_tokens=99))
 
 
 def run(world: DecodeWorld) -> tuple[dict[int, list[int]], list[tuple[int, str, str]]]:

@@ -123,7 +123,7 @@ def end_it(world: DecodeWorld, cause: str) -> None:
     acts[cause]()
 
 
-CAUSES = {"abort": [], "deadline": ["aborted"], "drain": ["returned"], "router gone": [], "revoke": []}
+CAUSES = {"abort": [], "deadline": ["aborted"], "drain": ["returned"], "router gone": ["returned"], "revoke": []}
 
 
 @pytest.mark.parametrize("cause", CAUSES)

@@ -405,7 +405,7 @@ def test_a_strict_loop_ends_at_such_a_message() -> None:
 def test_a_lasting_gap_is_reported_to_the_router_or_as_its_end() -> None:
     service, clock = FakeService(), VirtualClock()
     router, prefill = Outgoing(ROUTER), Outgoing(PREFILL)
-    status = RouterStatus(router_epoch=1, seq=0, prefill_room_blocks=0)
+    status = RouterStatus(router_epoch=1, seq=0, prefill_room_blocks=0, prefill_max_tokens=0)
     with running(service, arithmetic(), clock=clock) as (loop, sent):
         loop.deliver(router.envelope(HERE, status))
         prefill.envelope(HERE, status)

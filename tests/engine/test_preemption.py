@@ -204,7 +204,7 @@ def test_remote_gives_back_what_the_prefill_pool_has_room_for() -> None:
     """b knows 13 tokens: four blocks."""
     for room, choice in ((4, Choice("remote", "configured")), (3, Choice("recompute", "no_room"))):
         remote = driver(preemption="remote", num_host_blocks=0)
-        remote.scheduler.set_prefill_room(room)
+        remote.scheduler.set_prefill_room(room, 99)
         while not (events := remote.step()[1]).preempted:
             pass
         assert events.choices == [choice]
@@ -219,7 +219,7 @@ def test_remote_gives_back_what_the_prefill_pool_has_room_for() -> None:
 
 def test_the_room_is_spent_once() -> None:
     remote = Driver(num_blocks=10, preemption="remote", **NO_CACHE)
-    remote.scheduler.set_prefill_room(5)
+    remote.scheduler.set_prefill_room(5, 99)
     for index, name in enumerate("abc"):
         remote.add(name, 8, 20, first=index)
     choices: list[Choice] = []

@@ -24,7 +24,7 @@ class PreemptionMachine(SchedulerMachine):
     @rule(room=st.sampled_from([0, 3, 100]))
     def hear_of_the_prefill_pool(self, room: int) -> None:
         self.model.copy_block_s = self.copy_block_s
-        self.scheduler.set_prefill_room(room)
+        self.scheduler.set_prefill_room(room, 999)
 
     @invariant()
     def what_was_swapped_is_safe(self) -> None:

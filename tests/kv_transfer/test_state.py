@@ -21,7 +21,7 @@ running                  | drain_deadline                       | gone revoking
 leased                   | drain_deadline                       | revoking
 waiting                  | drain_deadline                       | gone
 running                  | renew                                | same
-revoking                 | chunk last_chunk deadline router_gone| same
+revoking                 | chunk last_chunk                     | same
 revoking                 | abort                                | same
 running leased revoking  | peer_lost                            | gone
 waiting                  | peer_lost                            | gone
@@ -61,7 +61,7 @@ reserved                 | abort router_gone revoke             | gone draining
 waiting                  | deadline                             | gone
 reserved                 | deadline                             | gone draining
 draining                 | pull_ended                           | gone
-draining                 | request handoff bad_handoff abort deadline router_gone drain_deadline revoke | same
+draining                 | request handoff bad_handoff abort router_gone drain_deadline revoke | same
 running                  | step                                 | same
 running                  | finished                             | gone
 running                  | returned                             | gone

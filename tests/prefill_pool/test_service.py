@@ -110,7 +110,7 @@ def test_what_ends_a_running_prompt(cause: str, offered: bool) -> None:
         world.step()
     world.sent()
     end_it(world, cause)
-    ends = {"abort": [], "deadline": ["aborted"], "drain": [] if offered else ["returned"], "router gone": []}[cause]
+    ends = {"abort": [], "deadline": ["aborted"], "drain": [] if offered else ["returned"], "router gone": ["returned"]}[cause]
     sent = world.sent()
     assert [end.kind for _, m in sent if isinstance(m, StepTokens) for end in m.ends] == ends
     assert [m.lease_id for _, m in sent if isinstance(m, KVRevoke)] == ([5 << 32 | 1] if offered else [])

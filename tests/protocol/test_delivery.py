@@ -55,7 +55,7 @@ def test_without_one_message_nothing_after_it_is_delivered_and_its_sender_is_los
 
 def test_numbers_count_per_receiver() -> None:
     outgoing = Outgoing(ROUTER)
-    status = RouterStatus(router_epoch=2, seq=0, prefill_room_blocks=0)
+    status = RouterStatus(router_epoch=2, seq=0, prefill_room_blocks=0, prefill_max_tokens=0)
     other = Address("decode-0", 5)
     assert [outgoing.envelope(to, status).seq for to in (HERE, other, HERE, other, HERE)] == [0, 0, 1, 1, 2]
 

@@ -5,7 +5,7 @@ from protocol.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from protocol.messages import SamplingParams
 from router.admission import ClientRequest, Limits, WaitingLine
 
-LIMITS = Limits(max_model_len=100, num_pool_tokens=60)
+LIMITS = Limits(max_model_len=100, num_pool_tokens=60, max_prompt_tokens=60)
 
 
 def request(num_prompt: int, max_tokens: int | None, deadline_s: float | None = None) -> ClientRequest:
@@ -22,7 +22,7 @@ def test_what_fits_is_accepted(num_prompt: int, max_tokens: int | None, given: i
 
 
 def test_max_tokens_is_clipped_to_the_model_not_to_the_pool() -> None:
-    assert Limits(100, 1000).check(request(90, 50)) == 10
+    assert Limits(100, 1000, 99).check(request(90, 50)) == 10
 
 
 @pytest.mark.parametrize(

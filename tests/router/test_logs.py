@@ -18,7 +18,16 @@ D = Address("decode-0", 2)
 def served() -> Router:
     router = Router(RouterConfig(max_attempts=1), address=Address("router", 1), clock=VirtualClock(), seed=1)
     router.replica_started(D)
-    hello = Hello(role="decode", layout_fingerprint=b"", block_size=16, num_blocks=99, max_num_seqs=8, max_model_len=512, endpoint=b"")
+    hello = Hello(
+        role="decode",
+        layout_fingerprint=b"",
+        block_size=16,
+        num_blocks=99,
+        max_num_seqs=8,
+        max_model_len=512,
+        max_prompt_tokens=511,
+        endpoint=b"",
+    )
     router.handle(Envelope(D, router.address, 0, hello))
     request = ClientRequest(request_id="a", prompt_token_ids=np.arange(3, dtype=np.int32), max_tokens=4, sampling=SamplingParams())
     router.submit(request)

@@ -22,7 +22,14 @@ def replica(
     **fields: Any,
 ) -> Replica:
     hello = Hello(
-        role=role, layout_fingerprint=b"l", block_size=4, num_blocks=num_blocks, max_num_seqs=2, max_model_len=max_model_len, endpoint=b""
+        role=role,
+        layout_fingerprint=b"l",
+        block_size=4,
+        num_blocks=num_blocks,
+        max_num_seqs=2,
+        max_model_len=max_model_len,
+        max_prompt_tokens=fields.pop("max_prompt_tokens", min(max_model_len - 1, 4 * (num_blocks - 1))),
+        endpoint=b"",
     )
     made = Replica(Address(name, 1), hello, NOW - age)
     if free is not None:
@@ -34,8 +41,8 @@ def replica(
     return made
 
 
-def ask(num_tokens: int = 17, max_tokens: int = 8, hashes: list[bytes] = CHAIN) -> Ask:
-    return Ask(num_tokens, max_tokens, hashes, NOW)
+def ask(num_tokens: int = 17, max_tokens: int = 8, hashes: list[bytes] = CHAIN, *, num_delivered: int = 0) -> Ask:
+    return Ask(num_tokens, num_delivered, max_tokens, hashes, NOW)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ class World:
         self.sent()
 
     def hello(self, address: Address, role: Any, **changes: Any) -> None:
-        fields: dict[str, Any] = {"block_size": 4, "num_blocks": 100, "max_num_seqs": 2, "max_model_len": 64}
+        fields: dict[str, Any] = {"block_size": 4, "num_blocks": 100, "max_num_seqs": 2, "max_model_len": 64, "max_prompt_tokens": 63}
         self.router.replica_started(address)
         self.say(address, Hello(role=role, layout_fingerprint=b"l", endpoint=b"at " + address.replica_id.encode(), **(fields | changes)))
 

@@ -348,7 +348,16 @@ def test_abort_ends_all_answers_of_a_request_of_any_client() -> None:
 
 def test_server_info_and_loads() -> None:
     core = ScriptedCore()
-    hello = Hello(role="decode", layout_fingerprint=b"l", block_size=16, num_blocks=100, max_num_seqs=8, max_model_len=10_000, endpoint=b"")
+    hello = Hello(
+        role="decode",
+        layout_fingerprint=b"l",
+        block_size=16,
+        num_blocks=100,
+        max_num_seqs=8,
+        max_model_len=10_000,
+        max_prompt_tokens=9999,
+        endpoint=b"",
+    )
     status = ReplicaStatus(
         state="up",
         seq=3,
@@ -738,7 +747,7 @@ def test_messages_go_in_and_out() -> None:
     async def test(s: Serving) -> None:
         engine, router = Address("decode-0", 1), Address(ROUTER_ID, 1)
         envelope = Envelope(engine, router, 0, PeerGap(peer=engine))
-        status = RouterStatus(router_epoch=1, seq=0, prefill_room_blocks=0)
+        status = RouterStatus(router_epoch=1, seq=0, prefill_room_blocks=0, prefill_max_tokens=0)
         s.core.outbox.append((engine, status))
         s.door.deliver(envelope)
         assert s.core.calls.get_nowait() == ("handle", envelope)

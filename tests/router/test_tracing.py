@@ -143,6 +143,7 @@ def test_without_an_endpoint_the_callers_context_reaches_both_engines() -> None:
 def test_the_router_hands_the_context_to_both_engines() -> None:
     router = Router(RouterConfig(), address=Address("router", 1), clock=VirtualClock(), seed=1)
     fields = {"layout_fingerprint": b"", "block_size": 16, "num_blocks": 99, "max_num_seqs": 8, "max_model_len": 512, "endpoint": b""}
+    fields["max_prompt_tokens"] = 511
     for epoch, role in enumerate(("prefill", "decode"), 2):
         address = Address(f"{role}-0", epoch)
         router.replica_started(address)

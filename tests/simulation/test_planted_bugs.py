@@ -11,13 +11,15 @@ from decode_pool.pulls import Pulls
 from decode_pool.service import Decode, DecodeService
 from engine import admission
 from engine.runner import Batch, StepOutput
+from engine.scheduler import Scheduler
 from engine.scheduler_state import SchedulerState
 from engine.sequence import Request, Sequence
 from engine.step_counts import StepCounts
-from kv_transfer.state import DecodeEvent, PrefillEvent
+from kv_transfer.state import DecodeEvent, DecodeState, PrefillEvent
 from prefill_pool.service import Prefill, PrefillService
 from protocol.errors import PullFailed, RequestCancelled, RequestError
-from protocol.messages import Address, EndKind, Envelope, FinishReason, KVRelease, KVRenew
+from protocol.messages import Address, EndKind, Envelope, FinishReason, KVRelease, KVRenew, RequestKey, StepTokens
+from protocol.router_link import ROUTER_SILENT, RouterLink
 from router import policy
 from router.admission import ClientRequest, Limits
 from router.policy import Pick
@@ -251,6 +253,61 @@ def checksums_not_compared(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Pulls, "__init__", init)
 
 
+# ---- who frees what a request leaves behind, and who tells of it
+
+
+def pull_without_a_timer_once_its_request_has_ended(patch: pytest.MonkeyPatch) -> None:
+    def fire(self: DecodeService, due: list[Any], now: float) -> None:
+        states = {key: entry.state for key, entry in self._entries.items()}
+        original(self, [(kind, key) for kind, key in due if states.get(key) is not DecodeState.DRAINING], now)
+
+    original = DecodeService._fire
+    patch.setattr(DecodeService, "_fire", fire)
+
+
+def refused_early_handoff_told_by_nobody(patch: pytest.MonkeyPatch) -> None:
+    def refuse(self: DecodeService, *args: Any, router_knows: bool = True) -> None:
+        original(self, *args)
+
+    original = DecodeService._refuse
+    patch.setattr(DecodeService, "_refuse", refuse)
+
+
+def keys_of_a_silent_router_end_in_silence(patch: pytest.MonkeyPatch) -> None:
+    def end(self: RouterLink, key: RequestKey, slot: int, kind: Any, **rest: Any) -> None:
+        if rest.get("error") != ROUTER_SILENT:
+            original(self, key, slot, kind, **rest)
+
+    original = RouterLink.end
+    patch.setattr(RouterLink, "end", end)
+
+
+# ---- promises and figures
+
+
+def prefill_judges_how_long_the_answer_may_be(patch: pytest.MonkeyPatch) -> None:
+    def add(self: Scheduler, request: Request) -> None:
+        original(self, request)
+        sequence = self._state.live[request.key]
+        sequence.limit = min(sequence.limit, self.config.max_model_len)
+
+    original = Scheduler.add
+    patch.setattr(Scheduler, "add", add)
+
+
+def no_hit_taken_for_not_told(patch: pytest.MonkeyPatch) -> None:
+    def handle(self: Router, envelope: Envelope) -> None:
+        if isinstance(envelope.message, StepTokens):
+            for slot, attempt, _, num_cached in envelope.message.stages:
+                entry = self._open.get(slot)
+                if entry is not None and entry.attempt == attempt:
+                    entry.num_cached_tokens = entry.num_cached_tokens or num_cached
+        original(self, envelope)
+
+    original = Router.handle
+    patch.setattr(Router, "handle", handle)
+
+
 @pytest.mark.parametrize(
     ("plant", "found"),
     [
@@ -277,6 +334,11 @@ def checksums_not_compared(patch: pytest.MonkeyPatch) -> None:
         (strict_falls_back, "I12"),
         (everything_counts_as_disaggregated, "I12"),
         (checksums_not_compared, ":"),
+        (pull_without_a_timer_once_its_request_has_ended, "not quiet"),
+        (refused_early_handoff_told_by_nobody, "told by nobody"),
+        (keys_of_a_silent_router_end_in_silence, "told by nobody|not quiet"),
+        (prefill_judges_how_long_the_answer_may_be, "I7"),
+        (no_hit_taken_for_not_told, "were cached"),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )

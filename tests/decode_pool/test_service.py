@@ -6,6 +6,7 @@ import pytest
 
 from engine.runner import Batch
 from engine.runners.arithmetic import expected_tokens
+from kv_transfer.state import DECODE_TIMERS, DecodeState
 from protocol.messages import (
     AbortRequest,
     Drain,
@@ -201,6 +202,50 @@ def test_a_revoke_for_nobody_is_answered() -> None:
     assert releases(world) == ["refused"]
 
 
+@pytest.mark.parametrize("cause", CAUSES)
+def test_a_pull_that_stalls_is_asked_to_end_whatever_became_of_its_request(cause: str) -> None:
+    """Its blocks stay its own until it has ended; a transport that does not listen at once is asked again."""
+    world = DecodeWorld()
+    world.generate(deadline_s=3.0 if cause == "deadline" else None)
+    world.handoff(ready=8)
+    world.step()
+    (pull,) = world.network.pulls
+    end_it(world, cause)
+    world.hear_router()
+    for _ in range(2):
+        pull.cancelled = False
+        world.pass_time(30.0)
+        assert pull.cancelled and world.scheduler.num_free_blocks == 13
+    world.finish_pulls()
+    assert world.service.idle
+    world.service.check_idle()
+
+
+def test_every_state_that_a_pull_may_write_in_has_its_timer() -> None:
+    assert {state for state, timers in DECODE_TIMERS.items() if "pull" in timers} == {DecodeState.RESERVED, DecodeState.DRAINING}
+
+
+def test_a_refusal_without_a_request_leaves_the_telling_to_the_prefill_engine() -> None:
+    world = DecodeWorld(max_early_handoffs=1)
+    world.handoff(name="a")
+    world.handoff(name="b")
+    ((_, refused),) = world.sent(KVRelease)
+    assert (refused.key.request_id, refused.outcome, refused.router_knows) == ("b", "refused", False)
+    world.say(ROUTER, Drain(deadline_s=1.0))
+    world.pass_time(1.0)
+    ((_, refused),) = world.sent(KVRelease)
+    assert (refused.key.request_id, refused.outcome, refused.router_knows) == ("a", "refused", False)
+
+
+def test_a_refusal_with_a_request_has_been_told() -> None:
+    world = reserved()
+    world.network.pulls[0].fail("cut")
+    world.service.tick()
+    sent = world.sent()
+    assert [m.router_knows for _, m in sent if isinstance(m, KVRelease)] == [True]
+    assert [end.kind for _, m in sent if isinstance(m, StepTokens) for end in m.ends] == ["failed"]
+
+
 def test_early_handoffs_are_bounded_and_forgotten_silently() -> None:
     world = DecodeWorld(max_early_handoffs=1)
     world.handoff(name="a")
@@ -232,6 +277,15 @@ def test_a_handoff_of_a_newer_router_ends_the_older_ones_keys() -> None:
     world.handoff(name="new", key=key("new", router_epoch=4))
     assert [type(m) for to, m in world.sent() if to.replica_id == "router"] == [Hello]
     assert world.step() == {} and not world.service.idle
+
+
+def test_to_a_newer_router_nothing_is_said_of_the_older_ones_keys() -> None:
+    world = reserved(ready=10)
+    world.finish_pulls()
+    world.sent()
+    world.hear_router(4)
+    assert [type(m) for to, m in world.sent() if to.replica_id == "router"] == [Hello]
+    assert world.service.idle
 
 
 def test_unequal_layouts_never_pair() -> None:

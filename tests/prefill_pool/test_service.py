@@ -187,6 +187,66 @@ def test_refused_stops_computing_and_ends_the_handoffs_under_way() -> None:
     assert world.service.idle and world.step() == {}
 
 
+@pytest.mark.parametrize("final", [False, True])
+def test_a_refusal_that_decode_cannot_tell_of_is_told_here(final: bool) -> None:
+    world = leased() if final else PrefillWorld()
+    if not final:
+        world.generate()
+        world.step()
+    world.sent()
+    refused = KVRelease(key=key(), lease_id=lease_id(world), outcome="refused", reason="early handoffs are full", router_knows=False)
+    world.say(D, refused)
+    assert [(end.slot, end.kind, end.error) for end in world.ends()] == [(7, "returned", "early handoffs are full")]
+    assert world.service.idle
+
+
+@pytest.mark.parametrize("num_prompt", [61, 62, 63])
+def test_how_long_the_answer_may_be_is_not_for_prefill_to_judge(num_prompt: int) -> None:
+    world = PrefillWorld(max_model_len=64)
+    world.generate(num_prompt, max_tokens=20)
+    while world.step():
+        pass
+    sent = world.sent()
+    assert [m.final for _, m in sent if isinstance(m, KVHandoff)][-1] is True
+    assert [end for _, m in sent if isinstance(m, StepTokens) for end in m.ends] == []
+
+
+def test_without_chunks_an_answer_that_goes_on_is_cut_all_the_same() -> None:
+    """Eight tokens a step: a prompt of nine is refused, known tokens of eight and one delivered are not."""
+    world = PrefillWorld(enable_chunked_prefill=False)
+    world.generate(9)
+    ((_, refused),) = [(end.kind, end.error) for end in world.ends()]
+    assert "max_num_batched_tokens = 8" in refused
+    world.generate(9, key=key("goes on"), offset=1)
+    assert [world.step(), world.step()] == [{"goes on": 8}, {"goes on": 1}]
+
+
+def test_what_the_prefix_cache_had_is_told_with_the_first_token_and_with_an_end_of_its_own() -> None:
+    world = leased()
+    release(world, "consumed")
+    world.sent()
+    world.generate(key=key("hit"), deadline_s=3.0)
+    world.step()
+    world.generate(12, key=key("late"), slot=8, deadline_s=3.0)
+    world.service.schedule()
+    told = [stage for _, m in world.sent(StepTokens) for stage in m.stages]
+    assert [(stage.slot, stage.num_cached_tokens) for stage in told] == [(7, 8)]
+    world.pass_time(3.0)
+    told = [stage for _, m in world.sent(StepTokens) for stage in m.stages]
+    assert [(stage.slot, stage.num_cached_tokens) for stage in told] == [(8, 8)]
+    assert (world.service.counters["cached_tokens"], world.service.counters["prefix_query_tokens"]) == (16, 10 + 10 + 12)
+
+
+def test_later_attempts_count_apart_in_the_prefix_cache() -> None:
+    world = leased()
+    release(world, "consumed")
+    world.generate(key=key(attempt=2))
+    world.step()
+    counters = world.service.counters
+    assert (counters["cached_tokens"], counters["prefix_query_tokens"]) == (0, 10)
+    assert (counters["redispatched_cached_tokens"], counters["redispatched_query_tokens"]) == (8, 10)
+
+
 def test_an_abort_during_a_step_frees_the_blocks_when_the_step_is_done() -> None:
     world = PrefillWorld()
     world.generate()
@@ -217,6 +277,14 @@ def test_what_cannot_be_served_is_failed_at_once() -> None:
     world.generate(name="late")
     assert [(end.kind, end.error) for end in world.ends()] == [("failed", "draining")]
     assert world.service.drained
+
+
+def test_to_a_router_that_was_only_slow_every_end_is_told() -> None:
+    world = leased()
+    world.generate(name="waits", key=key("waits"), slot=8)
+    world.sent()
+    world.pass_time(10.0)
+    assert [(end.slot, end.kind) for end in world.ends()] == [(7, "returned"), (8, "returned")]
 
 
 def test_a_newer_router_ends_the_older_ones_keys_and_an_older_one_is_not_heard() -> None:

@@ -30,6 +30,11 @@ from router.router import Router
 P, D = Address("prefill-0", 5), Address("decode-0", 6)
 
 
+def status(num_free_blocks: int) -> ReplicaStatus:
+    counts: dict[str, Any] = {"num_waiting": 0, "num_running": 0, "num_leases": 0, "num_pulls": 0, "num_early_handoffs": 0}
+    return ReplicaStatus(state="up", seq=1, num_free_blocks=num_free_blocks, **counts)
+
+
 class World:
     """A router with one prefill and one decode engine that exist only as addresses."""
 
@@ -50,8 +55,8 @@ class World:
         self.router.handle(Envelope(sender, self.router.address, 0, message))
 
     def submit(self, name: str = "r", **changes: Any) -> None:
-        fields: dict[str, Any] = {"max_tokens": 5, "sampling": SamplingParams()}
-        self.router.submit(ClientRequest(request_id=name, prompt_token_ids=np.array([7, 8, 9], np.int32), **(fields | changes)))
+        fields: dict[str, Any] = {"max_tokens": 5, "sampling": SamplingParams(), "prompt_token_ids": np.array([7, 8, 9], np.int32)}
+        self.router.submit(ClientRequest(request_id=name, **(fields | changes)))
 
     def tokens(
         self, sender: Address, offset: int, token_ids: list[int], end: Any = None, *, attempt: int = 1, slot: int = 0, **more: Any
@@ -159,6 +164,103 @@ def test_a_failed_attempt_goes_on_from_what_was_delivered() -> None:
     assert world.received() == [40, 41, 42] and world.ended().attempts == 2
 
 
+def test_cached_tokens_are_those_of_the_first_attempt_that_tells() -> None:
+    """Zero is an answer; what an attempt finds of tokens that were delivered before is the request's own work."""
+    world = World(max_attempts=9)
+    world.submit()
+    world.tokens(P, 0, [1], stages=(StageSeconds(0, 1, {}, 0),))
+    world.tokens(D, 0, [1, 2], stages=(StageSeconds(0, 1, {}),), end=("returned",))
+    world.tokens(P, 2, [3], attempt=2, stages=(StageSeconds(0, 2, {}, 4),))
+    world.tokens(D, 3, [4, 5], attempt=2, end=("finished", "length"))
+    assert world.ended().usage == (3, 0, 5)
+
+
+def test_cached_tokens_that_were_never_told_of_the_prompt_alone_are_none() -> None:
+    """Decode overtakes prefill, which dies: nobody tells any more what it had."""
+    world = World()
+    world.submit()
+    world.tokens(D, 0, [1, 2], end=("failed", None, "x"))
+    world.tokens(P, 2, [3], attempt=2, stages=(StageSeconds(0, 2, {}, 4),))
+    world.tokens(D, 3, [4, 5], attempt=2, end=("finished", "length"))
+    assert world.ended().usage.cached_tokens == 0
+
+
+def test_a_first_attempt_that_fails_after_it_told_stands() -> None:
+    world = World()
+    world.submit()
+    world.tokens(P, 0, [], stages=(StageSeconds(0, 1, {}, 2),), end=("failed", None, "x"))
+    world.tokens(P, 0, [1], attempt=2, stages=(StageSeconds(0, 2, {}, 0),))
+    world.tokens(D, 1, [2, 3, 4, 5], attempt=2, end=("finished", "length"))
+    assert world.ended().usage.cached_tokens == 2
+
+
+# ---- limits of one engine, and promises of the deployment
+
+
+def prompt(num_tokens: int) -> np.ndarray:
+    return np.arange(num_tokens, dtype=np.int32)
+
+
+def test_a_prompt_that_no_engine_computes_is_refused_with_the_limit() -> None:
+    world = World(prefill=False)
+    world.hello(Address("decode-0", 9), "decode", max_prompt_tokens=16)
+    with pytest.raises(InvalidRequest, match="prompt: 17 tokens is not allowed: the longest prompt that an engine computes has 16 tokens"):
+        world.submit(prompt_token_ids=prompt(17))
+    world.submit(prompt_token_ids=prompt(16))
+
+
+def test_a_prompt_that_decode_alone_computes_goes_there() -> None:
+    world = World(prefill=False)
+    world.hello(P, "prefill", max_prompt_tokens=16)
+    world.submit(prompt_token_ids=prompt(17))
+    ((to, message),) = world.sent(GenerateRequest)
+    assert (to, message.role) == (D, "alone")
+
+
+def test_a_prompt_that_prefill_alone_computes_waits_for_it_and_lets_others_pass() -> None:
+    world = World()
+    world.hello(Address("decode-0", 9), "decode", max_prompt_tokens=16)
+    world.submit("long", prompt_token_ids=prompt(17))
+    assert {message.role for _, message in world.sent(GenerateRequest)} == {"prefill", "decode"}
+    world.router.replica_down(P)
+    with pytest.raises(RequestFailed, match="no prefill engine that computes a prompt of 17 tokens is up"):
+        world.submit("longer", prompt_token_ids=prompt(17))
+    world.submit("short")
+    ((_, message),) = world.sent(GenerateRequest)
+    assert (message.key.request_id, message.role, world.router.num_queued) == ("short", "alone", 1)
+    world.hello(Address("prefill-0", 10), "prefill")
+    assert [message.key.request_id for _, message in world.sent(GenerateRequest)] == ["long", "long"]
+
+
+def test_an_answer_that_goes_on_is_not_a_prompt() -> None:
+    """Its known tokens may outgrow what an engine takes as a prompt."""
+    world = World(prefill=False)
+    world.hello(Address("decode-0", 9), "decode", max_prompt_tokens=3)
+    world.submit()
+    world.sent()
+    world.tokens(Address("decode-0", 9), 0, [1, 2], end=("returned",))
+    ((_, message),) = world.sent(GenerateRequest)
+    assert (message.role, message.offset, len(message.prompt_token_ids)) == ("alone", 2, 5)
+
+
+def test_a_decode_engine_that_cannot_hold_the_whole_answer_does_not_get_it() -> None:
+    world = World(prefill=False)
+    world.submit(prompt_token_ids=prompt(40), max_tokens=20)
+    world.sent()
+    world.router.replica_down(D)
+    world.hello(Address("decode-1", 9), "decode", num_blocks=14, max_prompt_tokens=52)
+    assert world.sent(GenerateRequest) == [] and world.router.num_queued == 1
+
+
+def test_nothing_is_returned_to_a_prefill_pool_that_is_not_used() -> None:
+    for mode, told in (("auto", (50, 63)), ("off", (0, 0))):
+        world = World(disaggregation=mode)
+        world.say(P, status(num_free_blocks=50))
+        world.clock.advance_to(2.0)
+        world.router.tick()
+        assert {(m.prefill_room_blocks, m.prefill_max_tokens) for _, m in world.sent(RouterStatus)} == {told}
+
+
 def test_max_attempts_failures_end_a_request_and_returned_ones_do_not_count() -> None:
     world = World(max_attempts=2)
     world.submit()
@@ -206,10 +308,7 @@ def test_a_silent_engine_is_suspected_told_and_comes_back_when_it_speaks() -> No
     world.router.tick()
     assert [(to, m.reason) for to, m in world.sent(AbortRequest)] == [(D, "superseded")]
     assert not world.router.ready and world.in_flight() == {"decode-0": 0}
-    status = ReplicaStatus(
-        state="up", seq=1, num_waiting=0, num_running=0, num_leases=0, num_pulls=0, num_early_handoffs=0, num_free_blocks=9
-    )
-    world.say(D, status)
+    world.say(D, status(num_free_blocks=9))
     assert world.router.ready
     assert [m.key.attempt for _, m in world.sent(GenerateRequest)] == [2]
 

@@ -103,9 +103,9 @@ def test_cancels_and_deadlines_hit_in_every_state_of_the_router(counted: Counted
 
 
 def test_cancels_and_deadlines_hit_in_every_state_of_an_engine(counted: Counted) -> None:
-    """DRAINING ignores both; EARLY and GONE know no request; LEASED has no deadline of its own: the router's ends it."""
+    """DRAINING ignores both; EARLY and GONE know no request; LEASED and REVOKING have no deadline of their own: the router's ends it."""
     aborts = [state for state in InPrefill if state is not InPrefill.GONE]
-    deadlines = [state for state in aborts if state is not InPrefill.LEASED]
+    deadlines = (InPrefill.WAITING, InPrefill.RUNNING)
     assert lacking(counted.prefill, [*((state, P.ABORT) for state in aborts), *((state, P.DEADLINE) for state in deadlines)]) == []
     open_states = (InDecode.WAITING, InDecode.RESERVED, InDecode.RUNNING)
     assert lacking(counted.decode, [(state, event) for state in open_states for event in (D.ABORT, D.DEADLINE)]) == []

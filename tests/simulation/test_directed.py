@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,13 +11,14 @@ import pytest
 from bench.scenario import ALL_FAULTS, MODES, NO_FAULTS, TRANSFER, Client, Faults, Scenario, drawn
 from bench.simulator import Simulation
 from bench.violation import Violation
+from bench.wire import Wire
 from engine.admission import seat_arrived
 from engine.config import EngineConfig
 from engine.preemption import Mode
 from engine.runners.arithmetic import expected_tokens
 from engine.scheduler_state import SchedulerState
 from protocol.errors import RequestCancelled, RequestFailed
-from protocol.messages import SamplingParams
+from protocol.messages import Envelope, GenerateRequest, SamplingParams
 from router.admission import ClientRequest
 from router.config import RouterConfig
 
@@ -35,18 +38,26 @@ def clients(count: int, num_prompt: int, num_tokens: int) -> list[Client]:
 
 
 def scenario(
-    load: list[Client], *, prefill_blocks: int, decode_blocks: int, max_num_seqs: int = 8, preemption: Mode = "recompute"
+    load: list[Client],
+    *,
+    prefill_blocks: int,
+    decode_blocks: int,
+    max_num_seqs: int = 8,
+    preemption: Mode = "recompute",
+    num_prefill: int = 1,
+    prefill: dict[str, Any] | None = None,
+    decode: dict[str, Any] | None = None,
 ) -> Scenario:
-    """One engine of each pool, quick and even."""
+    """One engine of each pool, quick and even. `prefill`, `decode`: knobs of theirs."""
     engine = EngineConfig(
         max_num_batched_tokens=16, max_num_seqs=8, max_model_len=96, block_size=BLOCK_SIZE, num_blocks=prefill_blocks + 1, thrash_limit=0
     )
     return Scenario(
         seed=1,
-        num_prefill=1,
+        num_prefill=num_prefill,
         num_decode=1,
-        prefill=replace(engine, prompt_reservation="hold"),
-        decode=replace(engine, num_blocks=decode_blocks + 1, max_num_seqs=max_num_seqs, preemption=preemption),
+        prefill=replace(engine, prompt_reservation="hold", **(prefill or {})),
+        decode=replace(engine, num_blocks=decode_blocks + 1, max_num_seqs=max_num_seqs, preemption=preemption, **(decode or {})),
         router=RouterConfig(max_attempts=1),
         clients=load,
         faults=NO_FAULTS,
@@ -118,7 +129,87 @@ def test_decode_returns_sequences_to_a_prefill_pool_that_is_full_of_leases() -> 
     assert simulation.router.counters["retries"] == 0
 
 
+# ---- limits of one engine, and promises of the deployment
+
+
+def test_prefills_length_limit_ends_no_answer() -> None:
+    """Prompts around it: up to 63 go through the prefill engine, 64 and 65 to decode alone; all get their 20 tokens."""
+    load = [clients(1, num_prompt=num_prompt, num_tokens=20)[0] for num_prompt in (62, 63, 64, 65)]
+    for index, client in enumerate(load):
+        client.request = replace(client.request, request_id=f"r{index}", cache_salt=f"{index}")
+    simulation = Simulation(scenario(load, prefill_blocks=40, decode_blocks=99, prefill={"max_model_len": 64}))
+    simulation.run()
+    assert all_right(simulation)
+    assert (simulation.router.counters["disaggregated"], simulation.router.counters["alone"]) == (2, 2)
+
+
+def test_what_has_outgrown_prefill_is_not_returned_to_it() -> None:
+    """Eight answers of 30 in a pool for five: those that prefill's 24 tokens can no longer hold are computed again at decode."""
+    load = clients(8, num_prompt=8, num_tokens=30)
+    planned = scenario(load, prefill_blocks=40, decode_blocks=40, preemption="remote", prefill={"max_model_len": 24})
+    simulation = Simulation(planned)
+    simulation.run()
+    assert all_right(simulation)
+    counters = simulation.replicas["decode-0"].service.counters
+    assert counters["preemption_reason_no_room"] > 0
+    assert simulation.router.counters["alone"] == 0
+
+
+def test_without_chunks_a_long_prompt_goes_where_it_is_computed() -> None:
+    """Prefill takes 16 tokens in one step or none; an answer that was returned and is longer by now is cut there."""
+    load = [*clients(4, num_prompt=12, num_tokens=30), *clients(6, num_prompt=17, num_tokens=30)[4:]]
+    planned = scenario(load, prefill_blocks=40, decode_blocks=26, preemption="remote", prefill={"enable_chunked_prefill": False})
+    simulation = Simulation(planned)
+    simulation.run()
+    assert all_right(simulation)
+    counters = simulation.router.counters
+    assert (counters["retries"], counters["alone"]) == (0, 2) and counters["returned"] > 0
+
+
+def test_a_full_table_of_early_handoffs_costs_time_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First attempts reach decode later than the handoffs of their prompts do."""
+
+    def send(self: Wire, envelope: Envelope) -> None:
+        message = envelope.message
+        late = isinstance(message, GenerateRequest) and message.role == "decode" and message.key.attempt == 1
+        self._heap.at(0.1 if late else 0.001, partial(self._arrive, envelope))
+
+    monkeypatch.setattr(Wire, "send", send)
+    planned = scenario(clients(6, num_prompt=8, num_tokens=10), prefill_blocks=80, decode_blocks=80, max_num_seqs=16)
+    simulation = Simulation(replace(planned, transfer=replace(TRANSFER, max_early_handoffs=1)), logged=True)
+    simulation.run()
+    assert all_right(simulation)
+    assert any("refused early handoffs are full" in line for line in simulation.log)
+    assert simulation.router.counters["returned"] >= 5 and simulation.router.counters["retries"] == 0
+
+
 # ---- what is cached at both ends
+
+
+def cached_tokens(simulation: Simulation) -> list[int]:
+    return [client.ended.usage.cached_tokens for client in simulation.clients.values() if client.ended is not None]
+
+
+def test_what_decode_has_of_a_prompt_is_not_told_as_cached() -> None:
+    """The same prompt twice, over two prefill engines that both compute it all."""
+    load = clients(1, num_prompt=40, num_tokens=5)
+    load.append(Client(replace(load[0].request, request_id="again"), load[0].expected, submit_at=4.0))
+    planned = scenario(load, prefill_blocks=40, decode_blocks=40, num_prefill=2)
+    simulation = Simulation(replace(planned, router=RouterConfig(policy="round_robin")))
+    simulation.run()
+    assert all_right(simulation) and cached_tokens(simulation) == [0, 0]
+    assert [simulation.replicas[f"prefill-{index}"].service.counters["prompt_tokens"] for index in range(2)] == [40, 40]
+
+
+def test_cold_prompts_that_are_returned_stay_cold() -> None:
+    load = clients(4, num_prompt=28, num_tokens=30)
+    simulation = Simulation(scenario(load, prefill_blocks=80, decode_blocks=40, preemption="remote"))
+    simulation.run()
+    assert all_right(simulation) and cached_tokens(simulation) == [0, 0, 0, 0]
+    assert simulation.router.counters["returned"] > 0
+    counters = simulation.replicas["prefill-0"].service.counters
+    assert (counters["prefix_query_tokens"], counters["cached_tokens"]) == (112, 0)
+    assert counters["redispatched_query_tokens"] > 0
 
 
 def test_a_prompt_that_decode_has_whole_is_decoded_at_once() -> None:

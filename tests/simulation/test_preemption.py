@@ -32,7 +32,7 @@ def run(num_seeds: int, *loads: Faults) -> Counter[str]:
 
 
 def test_every_mode_and_every_reason_happens() -> None:
-    counted = run(20, NO_FAULTS, ALL_FAULTS, FAILING_STEPS)
+    counted = run(30, NO_FAULTS, ALL_FAULTS, FAILING_STEPS)
     print(f"\n{dict(counted)}")
     modes, reasons = ("recompute", "swap", "remote"), ("configured", "host_full", "no_room", "unmeasured", "cheapest")
     assert sum(counted[f"preemptions_{mode}"] for mode in modes) == sum(counted[f"preemption_reason_{reason}"] for reason in reasons)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cluster import limits
 from cluster.config import ClusterConfig, PoolConfig
 from decode_pool.service import DecodeService
 from engine.loop import EngineLoop, Service
@@ -98,6 +99,12 @@ def num_blocks(config: ClusterConfig, pool: PoolConfig, served: ServedModel) -> 
     return (
         pool.engine.num_blocks or (pool.engine.kv_cache_bytes or DEFAULT_KV_CACHE_BYTES[config.runner]) // served.layout(pool).block_bytes
     )
+
+
+def limit_warnings(config: ClusterConfig, served: ServedModel) -> list[str]:
+    """As `cluster.limits` tells them. How many blocks a profiled engine will have nobody knows yet: they count as enough."""
+    prefill, decode = (2**31 if is_profiled(pool) else num_blocks(config, pool, served) for pool in (config.prefill, config.decode))
+    return limits.limit_warnings(config, prefill_blocks=prefill, decode_blocks=decode)
 
 
 def num_host_blocks(pool: PoolConfig, served: ServedModel) -> int:

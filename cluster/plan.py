@@ -14,6 +14,7 @@ from typing import Literal
 
 from cluster.build import DEFAULT_KV_CACHE_BYTES, check_max_model_len
 from cluster.config import ClusterConfig, PoolConfig
+from cluster.limits import limit_warnings
 from engine.config import EngineConfig
 from engine.models.config import ModelConfig, kv_layout_fields, read_config
 from engine.runners import arithmetic
@@ -103,8 +104,7 @@ def plan(config: ClusterConfig, load: Load, *, device_memory_bytes: int | None =
     transfer_s = prompt_kv_bytes / rates.transfer_bytes_per_s if rates.transfer_bytes_per_s and config.prefill.replicas else None
     prefill_s = load.prompt_tokens / rates.prefill_tokens_per_s if rates.prefill_tokens_per_s else None
     warnings = [warning for pool in zip(_pools(config), pools, strict=True) for warning in _pool_warnings(*pool, load)]
-    if config.prefill.replicas and config.prefill.engine.max_model_len < config.decode.engine.max_model_len:
-        warnings.append("prefill.max_model_len: below decode.max_model_len; longer prompts are accepted and then fail in the prefill pool")
+    warnings += limit_warnings(config, prefill_blocks=pools[0].num_usable_blocks + 1, decode_blocks=decode.num_usable_blocks + 1)
     if transfer_s is not None and prefill_s is not None and transfer_s > prefill_s:
         warnings.append(
             f"transfer: {transfer_s:.3g} s for one prompt is longer than its prefill, {prefill_s:.3g} s: it cannot hide behind it"
@@ -255,7 +255,7 @@ def _pool_warnings(given: tuple[str, PoolConfig], pool: PoolPlan, load: Load) ->
         yield f"{key}.max_num_batched_tokens: {budget} is the longest prompt without chunking, max_model_len is {engine.max_model_len}"
     if engine.watermark and int(engine.watermark * pool.num_usable_blocks) + prompt_blocks > pool.num_usable_blocks:
         yield f"{key}.watermark: {engine.watermark:g} leaves too little for one prompt: it gets in only when nothing runs"
-    if pool.num_usable_blocks * engine.block_size < engine.max_model_len - 1:
+    if pool.role != "prefill" and pool.num_usable_blocks * engine.block_size < engine.max_model_len - 1:
         tokens = pool.num_usable_blocks * engine.block_size
         yield f"{key}.max_model_len: {engine.max_model_len}, but all blocks together hold {tokens} tokens: longer requests are refused"
     if engine.cuda_graph_sizes and engine.cuda_graph_sizes[-1] < seats:

@@ -155,7 +155,10 @@ class Deployment:
 
     def _start(self) -> None:
         config = self.config
-        self._vocab_size = build.serve_model(config).vocab_size
+        served = build.serve_model(config)
+        self._vocab_size = served.vocab_size
+        for warning in build.limit_warnings(config, served):
+            self.progress(f"warning: {warning}")
         remove_stale()
         self.port, self.metrics_port = config.router.grpc_port, config.router.metrics_port
         roles: list[tuple[Role, int]] = [("prefill", config.prefill.replicas), ("decode", config.decode.replicas)]

@@ -171,6 +171,18 @@ def test_an_absent_pool_is_not_checked() -> None:
     build.serve_model(small("prefill.replicas=0", "prefill.max_model_len=9999999"))
 
 
+def test_what_the_limits_of_one_engine_mean_is_said_at_the_start() -> None:
+    def warned(*overrides: str) -> list[str]:
+        config = small("decode.max_model_len=400", *overrides)
+        return build.limit_warnings(config, build.serve_model(config))
+
+    assert warned() == []
+    assert warned("prefill.num_blocks=3") == [
+        "prompts of more than 32 tokens are computed by decode engines alone: prefill engines do not take them"
+    ]
+    assert warned("decode.num_blocks=3", "prefill.replicas=0")[0].startswith("prompts of more than 32 tokens are refused")
+
+
 def test_swap_space_counts_in_blocks() -> None:
     config = small("decode.preemption=swap", "decode.swap_space_bytes=100000")
     served = build.serve_model(config)

@@ -122,9 +122,19 @@ def test_a_gpu_must_be_known_and_large_enough() -> None:
         (("decode.cuda_graph_sizes=[1, 128]",), "decode.cuda_graph_sizes: 128 is the largest; steps of up to 256 decodes"),
         (("decode.max_model_len=1099",), "decode.max_model_len: 1099 is too short for the load"),
         (("decode.num_blocks=60",), "decode: 59 blocks hold not one sequence of this load"),
+        (("prefill.replicas=1", "prefill.max_model_len=2000"), "prompts of more than 1999 tokens are computed by decode engines alone"),
         (
-            ("prefill.replicas=1", "prefill.max_model_len=2000"),
-            "prefill.max_model_len: below decode.max_model_len; longer prompts are accepted and then fail",
+            ("prefill.replicas=1", "prefill.max_model_len=2000", "router.disaggregation=strict"),
+            "prompts of more than 1999 tokens are refused: no engine computes them",
+        ),
+        (
+            ("prefill.replicas=1", "prefill.max_model_len=2000", "router.disaggregation=strict"),
+            "requests of more than 1999 tokens, answer included, are refused: strict",
+        ),
+        (("decode.enable_chunked_prefill=false",), "prompts of more than 8192 tokens are refused: no engine computes them"),
+        (
+            ("prefill.replicas=1", "prefill.max_model_len=65536", "decode.enable_chunked_prefill=false"),
+            "prompts of more than 8192 tokens are refused while no prefill engine is up",
         ),
     ],
 )

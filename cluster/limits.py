@@ -1,0 +1,22 @@
+"""What the limits of single engines mean for the deployment: which prompts are refused, and which go past the prefill pool."""
+
+from cluster.config import ClusterConfig
+
+
+def limit_warnings(config: ClusterConfig, *, prefill_blocks: int, decode_blocks: int) -> list[str]:
+    """In words, of what a user of `decode.max_model_len` would not expect. Blocks of one engine, block 0 included."""
+    decode, prefill, mode = config.decode.engine, config.prefill.engine, config.router.disaggregation
+    promised = decode.max_model_len - 1
+    alone = decode.max_prompt_tokens(decode_blocks) if mode != "strict" else 0
+    split = prefill.max_prompt_tokens(prefill_blocks) if config.prefill.replicas and mode != "off" else 0
+    warnings = []
+    if max(alone, split) < promised:
+        warnings.append(f"prompts of more than {max(alone, split)} tokens are refused: no engine computes them")
+    if 0 < split < alone:
+        warnings.append(f"prompts of more than {split} tokens are computed by decode engines alone: prefill engines do not take them")
+    if 0 < alone < split:
+        warnings.append(f"prompts of more than {alone} tokens are refused while no prefill engine is up: decode engines do not take them")
+    held = min(prefill.max_model_len - 1, (prefill_blocks - 1) * prefill.block_size)
+    if mode == "strict" and held < promised:
+        warnings.append(f"requests of more than {held} tokens, answer included, are refused: strict, and prefill engines hold no more")
+    return warnings

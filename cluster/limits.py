@@ -7,8 +7,8 @@ def limit_warnings(config: ClusterConfig, *, prefill_blocks: int, decode_blocks:
     """In words, of what a user of `decode.max_model_len` would not expect. Blocks of one engine, block 0 included."""
     decode, prefill, mode = config.decode.engine, config.prefill.engine, config.router.disaggregation
     promised = decode.max_model_len - 1
-    alone = decode.max_prompt_tokens(decode_blocks) if mode != "strict" else 0
-    split = prefill.max_prompt_tokens(prefill_blocks) if config.prefill.replicas and mode != "off" else 0
+    alone = min(promised, decode.max_prompt_tokens(decode_blocks)) if mode != "strict" else 0
+    split = min(promised, prefill.max_prompt_tokens(prefill_blocks)) if config.prefill.replicas and mode != "off" else 0
     warnings = []
     if max(alone, split) < promised:
         warnings.append(f"prompts of more than {max(alone, split)} tokens are refused: no engine computes them")

@@ -255,7 +255,7 @@ class FrontDoor:
             cached_tokens=ends[0].usage.cached_tokens,
             completion_tokens=sum(other.num_tokens for other in answers),
         )
-        first_at = min(other.first_at or now for other in answers)
+        first_at = min(now if other.first_at is None else other.first_at for other in answers)
         attempts = max(end.attempts for end in ends)
         piece.usage.CopyFrom(usage)
         piece.timing.CopyFrom(pb.Timing(ttft_s=first_at - call.arrived_at, total_s=total_s, stages=stages, attempts=attempts))

@@ -68,8 +68,8 @@ class Prefill:
     checksums: tuple[int, ...] = ()
     """Of the offered blocks, where blocks are checked."""
     final_sent: bool = False
-    report: bool = False
-    """In REVOKING: the router is told when it is over."""
+    report: EndKind | None = None
+    """In REVOKING: what the router is told when it is over; None: nothing."""
     num_cached_tokens: int = 0
 
     @property
@@ -217,7 +217,7 @@ class PrefillService:
             if not entry.lease_id:
                 self._end(entry, PrefillEvent.STEP_FAILED, "failed", error)
             else:
-                self._revoke(entry, PrefillEvent.STEP_FAILED, "step failed", report=True)
+                self._revoke(entry, PrefillEvent.STEP_FAILED, "step failed", report="failed")
         self._link.flush()
 
     def router_gone(self) -> None:
@@ -287,9 +287,9 @@ class PrefillService:
             self._forget(entry, PrefillEvent.PEER_LOST)
         elif entry.state is PrefillState.REVOKING:
             self._move(entry, PrefillEvent.ABORT, PrefillState.REVOKING)
-            entry.report = False
+            entry.report = None
         else:
-            self._revoke(entry, PrefillEvent.ABORT, message.reason, report=False)
+            self._revoke(entry, PrefillEvent.ABORT, message.reason, report=None)
 
     def _on_release(self, envelope: Envelope) -> None:
         message = cast(KVRelease, envelope.message)
@@ -304,7 +304,7 @@ class PrefillService:
             self._forget(entry, PrefillEvent.CONSUMED)
         elif entry.state is PrefillState.REVOKING:
             if entry.report:
-                self._report(entry, "failed", message.reason or "lease refused")
+                self._report(entry, entry.report, message.reason or "lease refused")
             self._forget(entry, PrefillEvent.REFUSED)
         else:
             if not message.router_knows:
@@ -336,7 +336,7 @@ class PrefillService:
             return
         self._link.end(request.key, request.slot, "finished", finish_reason=done.finish_reason)
         if entry.lease_id:
-            self._revoke(entry, PrefillEvent.LAST_CHUNK, "finished", report=False)
+            self._revoke(entry, PrefillEvent.LAST_CHUNK, "finished", report=None)
         else:
             self._forget(entry, PrefillEvent.LAST_CHUNK)
 
@@ -389,7 +389,7 @@ class PrefillService:
         log.warning("revoke expired", extra=about(entry.request.key) | {"peer": label(entry.peer), "lease_id": entry.lease_id})
         self.counters["expired"] += 1
         if entry.report:
-            self._report(entry, "failed", "revoke_expired")
+            self._report(entry, entry.report, "revoke_expired")
         self._forget(entry, PrefillEvent.REVOKE_TIMER)
 
     def _on_deadline(self, entry: Prefill) -> None:
@@ -397,14 +397,14 @@ class PrefillService:
             self._end(entry, PrefillEvent.DEADLINE, "aborted", "deadline")
         else:
             self._report(entry, "aborted", "deadline")
-            self._revoke(entry, PrefillEvent.DEADLINE, "deadline", report=False)
+            self._revoke(entry, PrefillEvent.DEADLINE, "deadline", report=None)
 
     def _on_drain_deadline(self) -> None:
         for entry in list(self._entries.values()):
             if not entry.lease_id:
                 self._end(entry, PrefillEvent.DRAIN_DEADLINE, "returned", "drained")
             elif entry.state is not PrefillState.REVOKING:
-                self._revoke(entry, PrefillEvent.DRAIN_DEADLINE, "drained", report=True)
+                self._revoke(entry, PrefillEvent.DRAIN_DEADLINE, "drained", report="returned")
 
     def _meet_router(self, epoch: int) -> None:
         """A newer router has spoken: all older keys end, and it learns who we are."""
@@ -421,7 +421,7 @@ class PrefillService:
                 self._end(entry, PrefillEvent.ROUTER_GONE, "returned", ROUTER_SILENT)
             elif entry.state is not PrefillState.REVOKING:
                 self._report(entry, "returned", ROUTER_SILENT)
-                self._revoke(entry, PrefillEvent.ROUTER_GONE, ROUTER_SILENT, report=False)
+                self._revoke(entry, PrefillEvent.ROUTER_GONE, ROUTER_SILENT, report=None)
 
     # ---- endings; every path out goes through `_forget`
 
@@ -441,7 +441,7 @@ class PrefillService:
     def _tell_revoked(self, entry: Prefill, reason: str) -> None:
         self.outbox.append((entry.peer, KVRevoke(key=entry.request.key, lease_id=entry.lease_id, reason=reason)))
 
-    def _revoke(self, entry: Prefill, event: PrefillEvent, reason: str, *, report: bool) -> None:
+    def _revoke(self, entry: Prefill, event: PrefillEvent, reason: str, *, report: EndKind | None) -> None:
         """Stops computing, asks decode for the lease back, and waits for its answer or the revoke timer."""
         key = entry.request.key
         self._move(entry, event, PrefillState.REVOKING)

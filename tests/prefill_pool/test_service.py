@@ -118,7 +118,7 @@ def test_what_ends_a_running_prompt(cause: str, offered: bool) -> None:
     if offered:
         assert world.num_free() == 13
         release(world, "refused")
-        assert [end.kind for end in world.ends()] == (["failed"] if cause == "drain" else [])
+        assert [end.kind for end in world.ends()] == (["returned"] if cause == "drain" else [])
     assert world.service.idle and world.num_free() == 16 and not world.words.any()
 
 

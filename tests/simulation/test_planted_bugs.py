@@ -148,7 +148,7 @@ def deadline_not_kept_in_the_routers_queue(patch: pytest.MonkeyPatch) -> None:
 
 
 def lease_ended_without_an_answer(patch: pytest.MonkeyPatch) -> None:
-    def revoke(self: PrefillService, entry: Prefill, event: PrefillEvent, reason: str, *, report: bool) -> None:
+    def revoke(self: PrefillService, entry: Prefill, event: PrefillEvent, reason: str, *, report: EndKind | None) -> None:
         original(self, entry, event, reason, report=report)
         self._forget(entry, PrefillEvent.REVOKE_TIMER)
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.engines import Engines
 from bench.scenario import ALL_FAULTS, MODES, NO_FAULTS, TRANSFER, Client, Faults, Scenario, drawn
 from bench.simulator import Simulation
 from bench.violation import Violation
@@ -17,6 +18,7 @@ from engine.config import EngineConfig
 from engine.preemption import Mode
 from engine.runners.arithmetic import expected_tokens
 from engine.scheduler_state import SchedulerState
+from kv_transfer.local import LocalPull
 from protocol.errors import RequestCancelled, RequestFailed
 from protocol.messages import Envelope, GenerateRequest, SamplingParams
 from router.admission import ClientRequest
@@ -181,6 +183,29 @@ def test_a_full_table_of_early_handoffs_costs_time_alone(monkeypatch: pytest.Mon
     assert all_right(simulation)
     assert any("refused early handoffs are full" in line for line in simulation.log)
     assert simulation.router.counters["returned"] >= 5 and simulation.router.counters["retries"] == 0
+
+
+def test_who_waits_behind_a_stalled_pull_of_a_request_that_has_ended_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One channel, and its first pull moves only when it is asked to end; by then nobody wants it any more."""
+    pulls: list[LocalPull] = []
+
+    def move(self: Engines, pull: LocalPull) -> None:
+        if not pulls:
+            pulls.append(pull)
+            self._stalled.add(pull)
+        else:
+            original(self, pull)
+
+    original = Engines._move
+    monkeypatch.setattr(Engines, "_move", move)
+    load = clients(3, num_prompt=8, num_tokens=10)
+    load[0].cancel_after_s = 0.5
+    planned = replace(scenario(load, prefill_blocks=40, decode_blocks=40), num_channels=1, router=RouterConfig())
+    simulation = Simulation(planned)
+    simulation.run()  # until nothing is held
+    assert pulls[0].error == "cancelled"
+    assert load[0].ended is not None and isinstance(load[0].ended.error, RequestCancelled)
+    assert all(client.ended is not None and client.received == client.expected for client in load[1:])
 
 
 # ---- what is cached at both ends

@@ -74,7 +74,7 @@ def teacher_forced(model: LlamaModel, prompts: Sequence[list[int]], answers: Seq
         num_drafts=np.full(len(known), len(answers[0]) - 1, np.int32),
     )
     config = model.config
-    elements = len(known) * width * config.num_layers * 2 * config.num_kv_heads * BLOCK_SIZE * config.head_dim
+    elements = (1 + len(known) * width) * config.num_layers * 2 * config.num_kv_heads * BLOCK_SIZE * config.head_dim
     cache = torch.zeros(elements, dtype=model.dtype).view(torch.uint8)
     runner = TorchCPURunner(model, cache, block_size=BLOCK_SIZE, num_threads=torch.get_num_threads())
     with torch.inference_mode():

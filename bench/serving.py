@@ -51,16 +51,19 @@ print(batch * output / (time.perf_counter() - started))
 LINEARS = """
 import sys, time, pathlib, torch
 from engine.models.llama import load_model
+from engine.runners.cpu_head import make_head
 torch.set_num_threads(2)
 model, batch = load_model(pathlib.Path(sys.argv[1]), "bfloat16"), int(sys.argv[2])
 config = model.config
 hidden = torch.randn(batch, config.hidden_size, dtype=torch.bfloat16)
 inner = torch.randn(batch, config.intermediate_size, dtype=torch.bfloat16)
 heads = torch.randn(batch, config.num_heads * config.head_dim, dtype=torch.bfloat16)
+logits, head = torch.empty(batch, config.vocab_size), make_head(config.hidden_size)
+head_arguments = hidden.view(torch.uint16).numpy(), model.lm_head.view(torch.uint16).numpy(), logits.numpy(), 2
 def step():
     for layer in model.layers:
         layer.qkv(hidden), layer.o(heads), layer.gate_up(hidden), layer.down(inner)
-    model.lm_head(hidden)
+    head(*head_arguments)
 times = []
 with torch.inference_mode():
     for _ in range(40):

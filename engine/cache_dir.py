@@ -5,5 +5,11 @@ from pathlib import Path
 
 
 def cache_dir() -> Path:
-    """`TWOPASS_CACHE` if set, else ~/.cache/twopass; not made yet."""
-    return Path(os.environ.get("TWOPASS_CACHE") or Path.home() / ".cache" / "twopass")
+    """`TWOPASS_CACHE` if set, else ~/.cache/twopass; not made yet. Raises FileNotFoundError where this user has no home."""
+    if chosen := os.environ.get("TWOPASS_CACHE"):
+        return Path(chosen)
+    try:
+        home = Path.home()
+    except RuntimeError:
+        raise FileNotFoundError("no HOME, and none in the list of users: TWOPASS_CACHE can name a folder") from None
+    return home / ".cache" / "twopass"

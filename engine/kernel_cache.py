@@ -1,18 +1,32 @@
-"""Compiled kernels on disk: keyed by their source, so that every checkout and every unpacked job of one user shares them."""
+"""Compiled kernels on disk: one file each, named after all that its code depends on, so that every checkout and every unpacked job of one
+user shares them. They can be made again, so whatever is wrong with the folder or a file costs a start seconds and never the start.
+"""
 
 import fcntl
 import hashlib
 import importlib
+import logging
 import os
+import pickle
+import secrets
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from threading import Event
+from typing import Any
 
+import llvmlite
 import numba
-from numba.core.caching import FunctionCache, UserProvidedCacheLocator
+from numba.core.compiler import CompileResult
+from numba.core.serialize import dumps
 
 from engine.cache_dir import cache_dir
+
+_log = logging.getLogger(__name__)
+_told = Event()
+_DIGEST_BYTES = 16
+_VERSIONS = f"{numba.__version__} {llvmlite.__version__} {sys.implementation.cache_tag}"
 
 
 def _omp_available() -> bool:
@@ -30,50 +44,83 @@ if PARALLEL:
     numba.config.THREADING_LAYER = "omp"
 
 
-class SourceKeyedLocator(UserProvidedCacheLocator):  # type: ignore[misc]
-    """Tells numba to keep compiled functions in <cache>/kernels/<hash of the kernels' source files, this one and `PARALLEL`>.
+class KernelCache:
+    """What numba asks of the cache of one function. A file is a digest, then the pickled machine code.
 
-    Source files are those beside the function's own whose names begin with the same word: kernels call each other across them.
+    numba's own cache believes whatever it reads, and a damaged file ends the process; it also pickles what a function closes over, and
+    kernels close over emitters whose pickles differ in every process. `key` stands for those, `folder` for the source.
     """
 
-    def __init__(self, py_func: Callable[..., Any], py_file: str) -> None:
-        self._py_file = py_file
-        self._lineno = py_func.__code__.co_firstlineno
-        self._cache_path = str(_folder(py_file))
+    def __init__(self, function: Callable[..., Any], key: str, folder: Path) -> None:
+        self.cache_path = str(folder)
+        self._folder, self._key = folder, f"{function.__qualname__} {function.__code__.co_firstlineno} {key}"
+        self._name = f"{Path(function.__code__.co_filename).stem}.{function.__qualname__.rpartition('.')[2]}"
 
-    @classmethod
-    def from_function(cls, py_func: Callable[..., Any], py_file: str) -> Self | None:
+    def load_overload(self, signature: Any, target_context: Any) -> Any:
+        """The compiled function, None if it is not here."""
+        target_context.refresh()
+        path = self._path(signature, target_context.codegen())
         try:
-            locator = cls(py_func, py_file)
-            locator.ensure_cache_path()
-        except OSError:
+            data = path.read_bytes()
+        except FileNotFoundError:
             return None
-        return locator
+        except OSError as error:
+            _say_once(f"{path}: cannot be read: {error.strerror}")
+            return None
+        digest, code = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+        if _digest(code) != digest:
+            _say_once(f"{path}: damaged")
+            return None
+        return CompileResult._rebuild(target_context, *pickle.loads(code))
+
+    def save_overload(self, signature: Any, compiled: Any) -> None:
+        if compiled.library.has_dynamic_globals or any(not loop.can_cache for loop in compiled.lifted):
+            return  # it holds addresses of this process
+        code = dumps(compiled._reduce())
+        path = self._path(signature, compiled.codegen)
+        written = path.with_suffix(f".{secrets.token_hex(4)}")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            written.write_bytes(_digest(code) + code)
+            written.replace(path)
+        except OSError as error:
+            _say_once(f"{self._folder}: cannot be written: {error.strerror}")
+            _remove(written)
+
+    def _path(self, signature: Any, codegen: Any) -> Path:
+        """The code depends on the types of the arguments and on the CPU that it is made for, too."""
+        made_for = f"{signature} {codegen.magic_tuple()} {self._key}"
+        return self._folder / f"{self._name}-{_digest(made_for.encode()).hex()}.nbc"
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        pass
+
+
+def _say_once(problem: str) -> None:
+    """Once in a process: what is wrong with one file is wrong with the next."""
+    if not _told.is_set():
+        _told.set()
+        _log.warning("compiled kernels: %s; compiled in memory, which takes this start some seconds longer", problem)
 
 
 def _folder(py_file: str) -> Path:
+    """<cache>/kernels/<hash of the kernels' source files, this one, the compiler's versions and `PARALLEL`>; not made yet.
+
+    Source files are those beside the function's own whose names begin with the same word: kernels call each other across them.
+    Raises OSError where there is no place for a cache.
+    """
     path = Path(py_file)
     sources = sorted(path.parent.glob(f"{path.stem.partition('_')[0]}_*.py"))
-    source = b"".join(path.read_bytes() for path in (*sources, Path(__file__))) + (b"omp" if PARALLEL else b"serial")
+    source = b"".join(path.read_bytes() for path in (*sources, Path(__file__))) + f"{_VERSIONS} {PARALLEL}".encode()
     return cache_dir() / "kernels" / hashlib.blake2b(source, digest_size=12).hexdigest()
-
-
-class KeyedCache(FunctionCache):  # type: ignore[misc]
-    """numba's cache of one function on disk, told apart by `key`: numba itself would pickle what the function closes over, and kernels
-    close over emitters whose pickles differ in every process. The folder already stands for the code.
-    """
-
-    def __init__(self, function: Callable[..., Any], key: str) -> None:
-        self._key = key
-        before = numba.config.CACHE_LOCATOR_CLASSES
-        numba.config.CACHE_LOCATOR_CLASSES = f"{__name__}.{SourceKeyedLocator.__name__}"
-        try:
-            super().__init__(function)
-        finally:
-            numba.config.CACHE_LOCATOR_CLASSES = before
-
-    def _index_key(self, signature: Any, codegen: Any) -> tuple[Any, ...]:
-        return signature, codegen.magic_tuple(), self._key
 
 
 def variant(function: Callable[..., Any], key: str) -> Callable[..., Any]:
@@ -102,16 +149,19 @@ def compiled_loop(function: Callable[..., Any]) -> Any:
 
 
 def _cached(dispatcher: Any, key: str) -> Any:
+    function = dispatcher.py_func
     try:
-        dispatcher._cache = KeyedCache(dispatcher.py_func, key)
-    except RuntimeError:
-        return dispatcher
+        folder = _folder(function.__code__.co_filename)
+    except OSError as error:
+        _say_once(str(error))
+    else:
+        dispatcher._cache = KernelCache(function, key, folder)
     return dispatcher
 
 
 @contextmanager
 def one_compiles(py_file: str) -> Iterator[None]:
-    """Held by one process at a time: the others wait, then find what it compiled. Two at once could mix up numba's index."""
+    """Held by one process at a time: the others wait, then find what it compiled. Where nothing can be locked, each compiles for itself."""
     try:
         folder = _folder(py_file)
         folder.mkdir(parents=True, exist_ok=True)
@@ -120,7 +170,14 @@ def one_compiles(py_file: str) -> Iterator[None]:
         yield
         return
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        _lock(descriptor)
         yield
     finally:
         os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError:  # a network's file system may have no locks
+        pass

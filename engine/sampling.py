@@ -1,4 +1,4 @@
-"""How the next token is chosen from logits [S, vocab]. A choice depends on the logits, the sequence's tokens and parameters, and
+"""How the next token is chosen from logits, float32 [S, vocab]. A choice depends on the logits, the sequence's tokens and parameters, and
 (seed, index in the whole answer): never on the batch, the engine or the attempt. So replays, retries, drafts and handoffs agree.
 
 In this order, all in float32 (the order and the meaning are vLLM's):
@@ -53,8 +53,7 @@ class Contexts(NamedTuple):
 
 def greedy(logits: torch.Tensor) -> Int32:
     """The likeliest token of every row, the first of equals: int32 [S]."""
-    values: Float32 = logits.float().numpy()  # torch's own argmax of bf16 takes 5 times as long, conversion included
-    token_ids: Int32 = values.argmax(axis=-1).astype(np.int32)
+    token_ids: Int32 = logits.numpy().argmax(axis=-1).astype(np.int32)
     return token_ids
 
 
@@ -64,7 +63,7 @@ def choose(logits: torch.Tensor, sampling: RowSampling, contexts: Contexts) -> t
     special = np.flatnonzero(sampling.special[contexts.rows])
     if not len(special):
         return chosen, {}
-    scores: Float32 = logits[torch.from_numpy(special)].float().numpy()
+    scores: Float32 = logits[torch.from_numpy(special)].numpy()
     here = Contexts(contexts.rows[special], contexts.num_known[special], contexts.token_ids, contexts.last[special])
     num_top = sampling.num_logprobs[here.rows]
     asked = np.flatnonzero(num_top >= 0)

@@ -113,10 +113,10 @@ def _other_works(setting: Setting) -> Iterator[Work]:
         yield _silu_work(rows, inner, randn)
         yield _rope_work(heads, rows, randn)
     for rows in setting.size((1, 64), (3,)):
-        logits = randn(rows, vocab_size)
+        logits = randn(rows, vocab_size).float()
         chosen = torch.zeros(rows, dtype=torch.int32, device=setting.device)
         yield Work("greedy", f"{rows} rows", partial(sampling.greedy, logits, chosen), logits.nbytes)
-        yield _sample_work(logits.float() * 3, chosen)
+        yield _sample_work(logits * 3, chosen)
     yield _copy_work(setting.size(512, 4), setting.size(1 << 20, 64), randn)
 
 

@@ -12,6 +12,7 @@ from bench.gpu.generation import engine_config, generate, some_requests
 from bench.gpu.models import NUM_BLOCKS, cpu_runner, gpu_runner, make_cache, small_model
 from bench.gpu.report import Cell, Column, Item, Note, Problem, Table
 from bench.gpu.setting import ROOT, Setting
+from bench.rounding import expected_errors
 from engine.models.config import Dtype
 from engine.models.llama import load_model
 from protocol.messages import SamplingParams
@@ -19,8 +20,6 @@ from router.admission import ClientRequest
 
 GOLDEN = ROOT / "tests" / "data" / "golden_smollm2.json"
 """Greedy answers of an independent float32 forward; no two tokens of it are closer than 0.005."""
-EXCUSED_MARGIN = 0.15
-"""bfloat16 may choose the runner-up where float32 prefers the first by less than this (logits)."""
 
 
 def run(setting: Setting) -> Iterator[Item]:
@@ -58,16 +57,23 @@ def _golden(setting: Setting) -> Iterator[Item]:
     answers = _answers(setting, "float32", [_asked(case["name"], case["prompt_ids"], num_tokens) for case in cases])
     forced = [_asked(f"{case['name']}-{i}", case["prompt_ids"] + case["greedy_ids"][:i], 1) for case in cases for i in range(num_tokens)]
     chosen = _answers(setting, setting.size("bfloat16", "float32"), forced)
+    prompts, golden = [case["prompt_ids"] for case in cases], [case["greedy_ids"][:num_tokens] for case in cases]
+    rounding = expected_errors(load_model(setting.model_dir, "float32"), prompts, golden)
+    excused = rounding.excused_margins().view(len(cases), num_tokens).tolist()
+    logits = rounding.logits.view(len(cases), num_tokens, -1)
     rows: list[tuple[Cell, ...]] = []
-    for case in cases:
+    for index, case in enumerate(cases):
         name, expected = case["name"], case["greedy_ids"][:num_tokens]
         unlike = [i for i in range(num_tokens) if chosen[f"{name}-{i}"] != [expected[i]]]
         rows.append((name, num_tokens, str(answers[name] == expected), len(unlike)))
         if answers[name] != expected:
             yield Problem(f"{name}: not the golden tokens")
         for i in unlike:
-            if case["margin"][i] >= EXCUSED_MARGIN:
-                yield Problem(f"{name}: token {i} is another in bfloat16, where the golden one leads by {case['margin'][i]:.2g}")
+            (other,) = chosen[f"{name}-{i}"]
+            lead = (logits[index, i, expected[i]] - logits[index, i, other]).item()
+            if lead >= excused[index][i]:
+                text = f"{name}: token {i} is another in bfloat16, where the golden one leads by {lead:.2g}"
+                yield Problem(f"{text}; rounding explains up to {excused[index][i]:.2g}")
     columns = Column("prompt"), Column("tokens"), Column("golden in float32"), Column("others in bfloat16, teacher-forced")
     yield Table("SmolLM2-135M-Instruct", columns, rows)
 

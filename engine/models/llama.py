@@ -4,7 +4,7 @@ h = embed[token]                                    [T, hidden]
 per layer:  h += o(attention(rope(qkv(norm(h)))))   qkv: [T, (num_heads + 2 num_kv_heads) head_dim], order q, k, v;
                                                     with qk_norm: every head of q and k through its norm before rope
             h += down(silu(gate) * up)              gate_up: [T, 2 intermediate], order gate, up
-logits = lm_head(norm(h))                           [rows that sample, vocab]
+logits = norm(h) @ lm_head.T                        [rows that sample, vocab], float32 whatever the model's dtype
 """
 
 import math
@@ -46,7 +46,8 @@ class LlamaModel:
     """[vocab_size, hidden_size]"""
     layers: tuple[LlamaLayer, ...]
     norm: torch.Tensor
-    lm_head: Linear
+    lm_head: torch.Tensor
+    """[vocab_size, hidden_size]; `embed` itself where the two are tied."""
     cos: torch.Tensor
     """[max_position_embeddings, head_dim / 2], float32; `sin` likewise."""
     sin: torch.Tensor
@@ -98,7 +99,7 @@ def build_model(config: ModelConfig, dtype: Dtype, read: Callable[[str], torch.T
         embed=embed,
         layers=tuple(layers),
         norm=read("model.norm.weight"),
-        lm_head=make_linear(embed if config.tie_word_embeddings else read("lm_head.weight")),
+        lm_head=embed if config.tie_word_embeddings else read("lm_head.weight"),
         cos=cos.to(embed.device),
         sin=sin.to(embed.device),
     )
@@ -134,6 +135,15 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linea
 
         return packed_linear
     return lambda x: torch.nn.functional.linear(x, weight, bias)
+
+
+def float32_logits(x: torch.Tensor, lm_head: torch.Tensor) -> torch.Tensor:
+    """`x @ lm_head.T` in float32: bf16 has 0.125 between two logits near 20, so as the head's output it would decide close calls."""
+    if x.dtype is torch.float32:
+        return torch.nn.functional.linear(x, lm_head)
+    if x.is_cuda:
+        return torch.mm(x, lm_head.t(), out_dtype=torch.float32)
+    return torch.cat([torch.nn.functional.linear(x.float(), rows.float()) for rows in lm_head.split(4096)], dim=1)
 
 
 def can_pack() -> bool:

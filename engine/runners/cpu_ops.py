@@ -1,13 +1,14 @@
 """What a CPU runner computes between its linears, in plain torch: the reference, and the fallback where numba is absent.
 
-The residual stream `h` is float32 in every dtype; all else is in the model's dtype, sums and softmax in float32.
+The residual stream `h` is float32 in every dtype; so are the logits; all else is in the model's dtype, sums and softmax in
+float32.
 """
 
 from typing import Protocol
 
 import torch
 
-from engine.models.llama import LlamaModel
+from engine.models.llama import LlamaModel, float32_logits
 from engine.runners.step_plan import StepPlan
 
 
@@ -31,6 +32,10 @@ class CPUOps(Protocol):
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(first half) * second half of the columns."""
+        ...
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """The head: x [L, hidden] in the model's dtype -> float32 [L, vocab_size], a tensor of its own."""
         ...
 
 
@@ -82,6 +87,9 @@ class TorchOps:
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * up
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        return float32_logits(x, self.model.lm_head)
 
     def _rotate(self, x: torch.Tensor) -> torch.Tensor:
         """Rotary embedding, halves apart. [T, heads, head_dim], model dtype in and out, computed in float32."""

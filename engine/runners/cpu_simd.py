@@ -9,6 +9,8 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 WIDTH = 16
@@ -18,6 +20,16 @@ PRODUCT_ROWS, PRODUCT_TERMS = 8, 16
 FLOAT, INT32, INT64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 VECTOR = ir.VectorType(FLOAT, WIDTH)
 FUSE = ("contract",)
+
+
+class _BFloat(ir.Type):  # type: ignore[misc]
+    """LLVM's bfloat, which llvmlite has no name for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+
+PAIRS = ir.VectorType(_BFloat(), 2 * WIDTH)
 
 
 def _at(builder: Any, address: Any, num_bytes: int, element: Any) -> Any:
@@ -70,21 +82,34 @@ def _lane_sums(builder: Any, vectors: list[Any]) -> Any:
     return total
 
 
-def _piece(num_addresses: int, emit: Callable[..., None]) -> Any:
-    """A numba function of `num_addresses` int64 arguments without result, whose body `emit(builder, *addresses)` writes."""
-    signature = types.void(*[types.int64] * num_addresses)
+def has_feature(name: str) -> bool:
+    """Whether code is made for CPUs with this one, as LLVM calls it."""
+    return f"+{name}" in cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+
+
+def _piece(num_arguments: int, emit: Callable[..., None]) -> Any:
+    """A numba function of `num_arguments` int64 arguments without result, whose body `emit(builder, *arguments)` writes."""
+    signature = types.void(*[types.int64] * num_arguments)
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         emit(builder, *args)
         return context.get_dummy_value()
 
-    if num_addresses == 2:
+    if num_arguments == 2:
 
         @intrinsic
         def two(typingctx: Any, a: Any, b: Any) -> Any:
             return signature, generate
 
         return two
+
+    if num_arguments == 4:
+
+        @intrinsic
+        def four(typingctx: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+            return signature, generate
+
+        return four
 
     @intrinsic
     def three(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
@@ -190,6 +215,62 @@ def make_product(num_columns: int, a_stride: int, b_stride: int, c_stride: int) 
             _store(builder, total, c, (i * c_stride + j) * 4)
 
     return _piece(3, emit)
+
+
+def make_dots(num_rows: int, num_columns: int, num_terms: int, pairs: bool) -> Any:
+    """piece(x, weights, out, stride): dots `num_rows` rows of x with `num_columns` rows of weights, all bf16 [., num_terms], in float32.
+
+    Row r's results go to out + r * `stride` floats. num_terms: a multiple of 32, num_columns: 1, 2 or 4. `pairs`: by
+    the instructions of avx512bf16.
+    """
+    step = _pair_step if pairs else _widened_step
+
+    def emit(builder: Any, x: Any, weights: Any, out: Any, stride: Any) -> None:
+        zero = ir.Constant(VECTOR, [0.0] * WIDTH)
+        sums = [[cgutils.alloca_once_value(builder, zero) for _ in range(num_columns)] for _ in range(num_rows)]
+        with cgutils.for_range(builder, ir.Constant(INT64, num_terms // (2 * WIDTH))) as loop:
+            first = builder.mul(loop.index, ir.Constant(INT64, 4 * WIDTH))
+            step(builder, builder.add(x, first), builder.add(weights, first), 2 * num_terms, sums)
+        for r, row in enumerate(sums):
+            at = builder.add(out, builder.mul(stride, ir.Constant(INT64, 4 * r)))
+            _store(builder, _lane_sums(builder, [builder.load(place, typ=VECTOR) for place in row]), at, 0)
+
+    return _piece(4, emit)
+
+
+def _pair_step(builder: Any, x: Any, weights: Any, row_bytes: int, sums: list[list[Any]]) -> None:
+    """Adds 32 terms of every dot by the instruction that multiplies bf16 in pairs."""
+    name, kind = "llvm.x86.avx512bf16.dpbf16ps.512", ir.FunctionType(VECTOR, [VECTOR, PAIRS, PAIRS])
+    add_products = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+
+    def load(address: Any, num_bytes: int) -> Any:
+        return builder.load(_at(builder, address, num_bytes, PAIRS), align=2, typ=PAIRS)
+
+    columns = [load(weights, c * row_bytes) for c in range(len(sums[0]))]
+    for r, row in enumerate(sums):
+        terms = load(x, r * row_bytes)
+        for place, column in zip(row, columns, strict=True):
+            builder.store(builder.call(add_products, [builder.load(place, typ=VECTOR), terms, column]), place)
+
+
+def _widened_step(builder: Any, x: Any, weights: Any, row_bytes: int, sums: list[list[Any]]) -> None:
+    """Adds 32 terms of every dot, widened to float32: those of even index first, for a shift and a mask part them."""
+    whole = ir.VectorType(INT32, WIDTH)
+
+    def load(address: Any, num_bytes: int) -> tuple[Any, Any]:
+        words = builder.load(_at(builder, address, num_bytes, whole), align=2, typ=whole)
+        even = builder.shl(words, ir.Constant(whole, [16] * WIDTH))
+        odd = builder.and_(words, ir.Constant(whole, [-(1 << 16)] * WIDTH))
+        return builder.bitcast(even, VECTOR), builder.bitcast(odd, VECTOR)
+
+    columns = [load(weights, c * row_bytes) for c in range(len(sums[0]))]
+    for r, row in enumerate(sums):
+        terms = load(x, r * row_bytes)
+        for place, column in zip(row, columns, strict=True):
+            total = builder.load(place, typ=VECTOR)
+            for term, weight in zip(terms, column, strict=True):
+                total = _fma(builder, term, weight, total)
+            builder.store(total, place)
 
 
 def make_prefetch(num_bytes: int) -> Any:

@@ -18,7 +18,7 @@ import torch
 
 from engine.kernels.launch import require_device
 from engine.kernels.paged_attention import num_splits
-from engine.models.llama import LlamaModel
+from engine.models.llama import LlamaModel, float32_logits
 from engine.runner import Batch, StepOutput
 from engine.runners.cuda_copies import Mark, SwapCopies, fetch, upload
 from engine.runners.cuda_forward import DeviceStep, forward
@@ -136,7 +136,7 @@ class CUDARunner:
         if x is None:
             return lambda: accept(plan, np.zeros(0, np.int32), {})
         last = sent["token_ids"].index_select(0, sent["sampled_tokens"])
-        chosen, logprobs = choose(self.model.lm_head(x), sent, last, wishes)
+        chosen, logprobs = choose(float32_logits(x, self.model.lm_head), sent, last, wishes)
         if batch.num_drafts is None:
             self._last.index_copy_(0, sent["sampled_rows"], chosen)
         tokens, told = fetch(chosen), [fetch(tensor) for tensor in logprobs or ()]

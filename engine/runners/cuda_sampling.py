@@ -76,7 +76,7 @@ def wishes_of(sampling: RowSampling, contexts: Contexts, vocab_size: int) -> Wis
 def choose(
     logits: torch.Tensor, sent: Mapping[str, torch.Tensor], last: torch.Tensor, wishes: Wishes
 ) -> tuple[torch.Tensor, Logprobs | None]:
-    """One token for each row of `logits` [S, vocab], int32 [S], and logprobs of those that asked.
+    """One token for each row of `logits`, float32 [S, vocab], int32 [S], and logprobs of those that asked.
 
     `sent`: the arrays of `wishes`, on the device; `last`: int32 [S] the last known token of each.
     """
@@ -85,7 +85,7 @@ def choose(
     if "special" not in sent:
         return chosen, None
     special = sent["special"]
-    scores = logits.index_select(0, special).float()
+    scores = logits.index_select(0, special)
     if "biased" in sent:
         kernels.add_biases(scores, sent["biased"], sent["bias"])
     if "forbidden" in sent:

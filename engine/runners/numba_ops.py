@@ -6,8 +6,8 @@ import numpy.typing as npt
 import torch
 
 from engine.kernel_cache import one_compiles
-from engine.models.llama import LlamaModel
-from engine.runners import cpu_kernels
+from engine.models.llama import LlamaModel, float32_logits
+from engine.runners import cpu_head, cpu_kernels
 from engine.runners.cpu_kernels import supports
 from engine.runners.step_plan import StepPlan
 
@@ -39,6 +39,7 @@ class NumbaOps:
         """By layer: [num_heads + num_kv_heads, head_dim]"""
         self._work = np.zeros((self._num_threads, cpu_kernels.scratch_elements(config.head_dim, self._group)), dtype=np.float32)
         self._attention = cpu_kernels.make_attention(config.head_dim, self._group, self._block_size, model.dtype is torch.bfloat16)
+        self._head = cpu_head.make_head(config.hidden_size) if _has_head(model) else None
         self._grow(16)
         with one_compiles(cpu_kernels.__file__):
             self._compile()
@@ -77,6 +78,14 @@ class NumbaOps:
         cpu_kernels.silu_mul(_array(gate_up), _array(out))
         return out
 
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        lm_head = self.model.lm_head
+        if self._head is None:
+            return float32_logits(x, lm_head)
+        out = torch.empty(len(x), len(lm_head))
+        self._head(_array(x), _array(lm_head), out.numpy(), self._num_threads)
+        return out
+
     def _grow(self, num_tokens: int) -> None:
         """Buffers for steps of up to `num_tokens`."""
         config, dtype = self.model.config, self.model.dtype
@@ -101,6 +110,12 @@ class NumbaOps:
         self.norm(h, self.model.norm)
         self.add_norm(h, torch.zeros(1, config.hidden_size, dtype=dtype), self.model.norm)
         self.silu_mul(torch.zeros(1, 2 * config.intermediate_size, dtype=dtype))
+        self.logits(torch.zeros(1, config.hidden_size, dtype=dtype))
+
+
+def _has_head(model: LlamaModel) -> bool:
+    """Whether the compiled head takes it; torch's own float32 linear is as good."""
+    return model.dtype is torch.bfloat16 and model.config.hidden_size % cpu_head.TERMS == 0
 
 
 def work_items(plan: StepPlan, num_kv_heads: int, tile_tokens: int, num_bins: int) -> tuple[Int64, Int64]:

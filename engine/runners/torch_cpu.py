@@ -70,7 +70,7 @@ class TorchCPURunner:
         return output
 
     def forward(self, plan: StepPlan) -> torch.Tensor | None:
-        """Logits [L, vocab_size] after the sampled tokens in the model's dtype; None if nothing samples. Writes the plan's KV."""
+        """Logits, float32 [L, vocab_size], after the sampled tokens; None if nothing samples. Writes the plan's KV."""
         model, ops = self.model, self._ops
         ops.begin(plan)
         h = model.embed[torch.from_numpy(plan.token_ids)].float()
@@ -85,7 +85,7 @@ class TorchCPURunner:
             x = ops.add_norm(h, layer.o(attended), layer.post_norm)
             down = layer.down(ops.silu_mul(layer.gate_up(x)))
             x = ops.add_norm(h, down, model.layers[i + 1].input_norm if i + 1 < len(model.layers) else model.norm)
-        return model.lm_head(x)
+        return ops.logits(x)
 
 
 def _make_ops(model: LlamaModel, cache: torch.Tensor, num_threads: int) -> CPUOps:

@@ -1,7 +1,13 @@
-"""Compiled kernels on disk: found again under their key, told apart by it, and done without where nothing can be written."""
+"""Compiled kernels on disk: found again under their key, told apart by it; whatever is wrong with the cache, the kernels are right."""
 
+import errno
+import logging
+import os
+import pwd
 import re
+from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -10,7 +16,8 @@ import torch
 
 pytest.importorskip("numba")
 
-from engine.kernel_cache import _folder, compiled, compiled_loop, one_compiles
+from engine import kernel_cache
+from engine.kernel_cache import KernelCache, _folder, compiled, compiled_loop, one_compiles
 from engine.models.llama import build_model
 from engine.runners import cpu_kernels
 from engine.runners.cpu_simd import make_widen_row
@@ -39,7 +46,7 @@ def test_found_again_under_its_key_and_no_other(tmp_path: Path, monkeypatch: pyt
             widen(row, out)
         assert sum(widen.stats.cache_hits.values()) == hits
         assert out.tolist() == [*range(num), *[0] * (32 - num)]
-    assert list(tmp_path.glob("kernels/*/*.nbi"))
+    assert list(tmp_path.glob("kernels/*/*.nbc"))
 
 
 def test_loops_are_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,13 +64,104 @@ def test_loops_are_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert numbers.tolist() == [0, 2, 4]
 
 
-def test_compiles_in_memory_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """What this process has said about its cache, as if it had just started."""
+    monkeypatch.setattr(kernel_cache, "_told", Event())
+    caplog.set_level(logging.INFO, logger=kernel_cache.__name__)
+    return lambda: [record.getMessage() for record in caplog.records if record.name == kernel_cache.__name__]
+
+
+def count_up() -> tuple[Any, list[int]]:
+    """A loop compiled anew or found, and what it makes of three zeros."""
+
+    def count(numbers: Any) -> None:
+        for i in range(len(numbers)):
+            numbers[i] += i
+
+    loop, numbers = compiled_loop(count), np.zeros(3, np.int32)
+    with one_compiles(__file__):
+        loop(numbers)
+    return loop, numbers.tolist()
+
+
+def hits(loop: Any) -> int:
+    return sum(loop.stats.cache_hits.values())
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "emptied": lambda file: file.write_bytes(b""),
+    "truncated": lambda file: os.truncate(file, file.stat().st_size // 2),
+    "truncated in its digest": lambda file: os.truncate(file, 7),
+    "one bit": lambda file: file.write_bytes((data := file.read_bytes())[:-900] + bytes([data[-900] ^ 4]) + data[-899:]),
+    "garbage": lambda file: file.write_bytes(b"\x80\x04garbage" * 999),
+    "another's": lambda file: file.write_bytes(file.read_bytes() + b"more"),
+    "a folder": lambda file: (file.unlink(), file.mkdir()),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_file_is_a_miss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Callable[[], list[str]], damage: Callable[[Path], object]
+) -> None:
+    monkeypatch.setenv("TWOPASS_CACHE", str(tmp_path))
+    count_up()
+    (file,) = tmp_path.glob("kernels/*/*.nbc")
+    assert told() == []
+    damage(file)
+    loop, numbers = count_up()
+    assert (hits(loop), numbers) == (0, [0, 1, 2])
+    assert len(told()) == 1 and str(file.parent) in told()[0] and "compiled in memory" in told()[0]
+    if file.is_file():
+        assert hits(count_up()[0]) == 1, "and the file is good again"
+
+
+def test_a_full_disk_keeps_nothing_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Callable[[], list[str]]
+) -> None:
+    def write_bytes(path: Path, data: bytes) -> int:
+        with path.open("wb") as file:
+            file.write(data[:100])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setenv("TWOPASS_CACHE", str(tmp_path))
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+    for _ in range(2):
+        assert count_up()[1] == [0, 1, 2]
+    assert len(told()) == 1 and "cannot be written: No space left on device" in told()[0]
+    assert [path.name for path in tmp_path.glob("kernels/*/*")] == ["lock"]
+
+
+def test_a_file_where_the_folder_should_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Callable[[], list[str]]) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("TWOPASS_CACHE", str(tmp_path / "file"))
     widen, out = make_widen(16, False, ""), np.zeros(16, dtype=np.float32)
     with one_compiles(__file__):
         widen(np.arange(16, dtype=np.float32), out)
     assert out.tolist() == list(range(16))
+    assert len(told()) == 1
+
+
+def test_nobody_needs_a_home(monkeypatch: pytest.MonkeyPatch, told: Callable[[], list[str]]) -> None:
+    def getpwuid(uid: int) -> object:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("TWOPASS_CACHE", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", getpwuid)
+    for _ in range(2):
+        assert count_up()[1] == [0, 1, 2]
+    assert len(told()) == 1 and "TWOPASS_CACHE can name a folder" in told()[0]
+
+
+def test_every_kind_of_cpu_has_code_of_its_own(tmp_path: Path) -> None:
+    class Codegen:
+        def __init__(self, *made_for: str) -> None:
+            self.magic_tuple = lambda: made_for
+
+    cache = KernelCache(count_up, "", tmp_path)
+    kinds = [("x86_64", "znver5", "+avx512f"), ("x86_64", "haswell", "+avx512f"), ("x86_64", "haswell", "")]
+    assert len({cache._path("(int32)", Codegen(*kind)) for kind in kinds}) == 3
 
 
 def test_symbols_of_attention_carry_its_shape() -> None:

@@ -202,13 +202,6 @@ def test_rows_without_wishes_are_greedy_and_the_flag_says_so() -> None:
     assert sampling.num_special == 0
 
 
-def test_bfloat16_logits_are_sampled_in_float32() -> None:
-    logits = (torch.randn(3, 40, generator=torch.Generator().manual_seed(1)) * 3).bfloat16()
-    params = [SamplingParams(temperature=1.0, seed=i, logprobs=2) for i in range(3)]
-    made = make(params, [[1]] * 3, [[]] * 3)
-    assert choose(logits, *made)[0].tolist() == choose(logits.float(), *made)[0].tolist()
-
-
 @pytest.mark.parametrize("vocab_size", [1, SUM_WIDTH - 1, SUM_WIDTH, SUM_WIDTH + 1, 3 * SUM_WIDTH])
 def test_picks_at_the_edges_are_tokens_with_a_weight(vocab_size: int) -> None:
     for where in {0, vocab_size // 2, vocab_size - 1}:

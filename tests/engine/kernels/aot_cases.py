@@ -93,7 +93,7 @@ CASES: dict[str, Callable[[], object]] = {
     "attention 70B, 64 decodes": lambda: _attention(64, 80, 64, 64, 1),
     "attention 70B, 4 decodes, 8 splits": lambda: _attention(64, 80, 4, 4, 1, 8),
     "attention 70B, chunks and decodes": lambda: _attention(64, 80, 2048, 64, 1024),
-    "greedy 8B": lambda: greedy(meta(64, 128256), meta(64, dtype=torch.int32)),
+    "greedy 8B": lambda: greedy(meta(64, 128256, dtype=torch.float32), meta(64, dtype=torch.int32)),
     "sample 8B": _sample,
     "penalise 8B": _penalise,
 }

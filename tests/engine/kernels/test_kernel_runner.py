@@ -17,7 +17,7 @@ from engine.models import llama
 from engine.models.config import ModelConfig
 from engine.models.llama import LlamaModel, build_model
 from engine.runner import Batch, Runner, StepOutput
-from engine.runners import cuda, torch_cpu
+from engine.runners import cuda, cuda_sampling, torch_cpu
 from engine.runners.cpu_ops import TorchOps
 from engine.runners.cuda import CUDARunner, DeviceLost, LaunchedStep
 from engine.runners.cuda_copies import Mark, upload
@@ -109,6 +109,19 @@ def test_bfloat16_stays_close() -> None:
     written = ~reference.cache.isnan()
     error = (runner.cache - reference.cache)[written].abs().max() / reference.cache[written].abs().max()
     assert error < 0.04
+
+
+def test_tokens_are_chosen_from_float32_logits_in_bfloat16_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.Tensor] = []
+
+    def choose(logits: torch.Tensor, *rest: Any) -> Any:
+        seen.append(logits)
+        return cuda_sampling.choose(logits, *rest)
+
+    monkeypatch.setattr(cuda, "choose", choose)
+    model = build_model(TINY, "bfloat16", random_tensors(TINY, torch.bfloat16).__getitem__)
+    by_kernels(model).execute(make_batch([list(range(20))], [0], [20], [[4, 9]]))
+    assert seen[0].dtype is torch.float32 and bool((seen[0].bfloat16() != seen[0]).any())
 
 
 class Echo:

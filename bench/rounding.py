@@ -1,0 +1,122 @@
+"""How far bfloat16 may move logits: the float32 model with noise wherever the bfloat16 one rounds, as large as the rounding.
+
+Rounding to the nearest moves a value by up to half the spacing of bfloat16 there, 2**-9 to 2**-8 of it, and over many values is as good as
+uniform noise. A runner rounds, per layer: both norms, q k v, k again when it is rotated, what was attended, o, gate and up, their product,
+down; then the last norm. The residual stream, all sums and the logits are float32. So an error of the logits is one draw of what the noise
+does to them, on every CPU and GPU and in whatever order sums are taken; a draw that is far out has another cause.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from engine.models.llama import Linear, LlamaModel
+from engine.runner import Batch
+from engine.runners.step_plan import plan_step
+from engine.runners.torch_cpu import TorchCPURunner
+
+BLOCK_SIZE = 16
+NUM_DRAWS = 3
+NUM_RIVALS = 10
+"""Likeliest tokens after the first whose gaps to it are looked at."""
+DEVIATIONS = 5.0
+"""A gap may move by so many of its standard deviations: once in some two million times by more."""
+
+
+class Expected(NamedTuple):
+    """Of P positions."""
+
+    logits: torch.Tensor
+    """[P, vocab_size] of the float32 model."""
+    rms: float
+    """Of what rounding does to one logit, less what it does to all of a position alike."""
+    gap_deviations: torch.Tensor
+    """[P] of what it does to the gap between the likeliest token and one of its rivals."""
+
+    def excused_margins(self) -> torch.Tensor:
+        """[P] bfloat16 may choose another token than float32 where that leads by less."""
+        return DEVIATIONS * self.gap_deviations
+
+    def relative_rms(self, logits: torch.Tensor) -> float:
+        """Of the errors of bfloat16's `logits` [P, vocab_size], over what is expected: near 1."""
+        return _centred(logits - self.logits).square().mean().sqrt().item() / self.rms
+
+
+def expected_errors(model: LlamaModel, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> Expected:
+    """At every token of the answers, which are teacher-forced and equally long. `model`: float32, of weights that bfloat16 can hold."""
+    logits = teacher_forced(model, prompts, answers)
+    errors = torch.stack([teacher_forced(_with_noise(model, seed), prompts, answers) - logits for seed in range(NUM_DRAWS)])
+    likeliest = logits.topk(1 + NUM_RIVALS, dim=1).indices.expand(NUM_DRAWS, -1, -1)
+    moved = errors.gather(2, likeliest)
+    gap_deviations = (moved[:, :, 1:] - moved[:, :, :1]).square().mean((0, 2)).sqrt()
+    return Expected(logits, _centred(errors).square().mean().sqrt().item(), gap_deviations)
+
+
+def teacher_forced(model: LlamaModel, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> torch.Tensor:
+    """Logits before every token of the answers, [P, vocab_size], all computed in one step: the answers pass for drafts."""
+    known = [prompt + answer[:-1] for prompt, answer in zip(prompts, answers, strict=True)]
+    lengths = np.array([len(ids) for ids in known], np.int32)
+    width = -(-int(lengths.max()) // BLOCK_SIZE)
+    token_ids = np.zeros((len(known), lengths.max()), np.int32)
+    for row, ids in enumerate(known):
+        token_ids[row, : len(ids)] = ids
+    batch = Batch(
+        step=0,
+        rows=np.arange(len(known), dtype=np.int32),
+        num_scheduled=lengths,
+        num_computed=np.zeros(len(known), np.int32),
+        sample=np.ones(len(known), np.bool_),
+        token_ids=token_ids,
+        block_tables=np.arange(len(known) * width, dtype=np.int32).reshape(len(known), width),
+        num_drafts=np.full(len(known), len(answers[0]) - 1, np.int32),
+    )
+    config = model.config
+    elements = (1 + len(known) * width) * config.num_layers * 2 * config.num_kv_heads * BLOCK_SIZE * config.head_dim
+    cache = torch.zeros(elements, dtype=model.dtype).view(torch.uint8)
+    runner = TorchCPURunner(model, cache, block_size=BLOCK_SIZE, num_threads=torch.get_num_threads())
+    with torch.inference_mode():
+        logits = runner.forward(plan_step(batch, BLOCK_SIZE))
+    assert logits is not None
+    return logits
+
+
+def _with_noise(model: LlamaModel, seed: int) -> LlamaModel:
+    generator = torch.Generator().manual_seed(seed)
+    num_heads, num_kv_heads = model.config.num_heads, model.config.num_kv_heads
+    keys = slice(num_heads * model.config.head_dim, (num_heads + num_kv_heads) * model.config.head_dim)
+
+    def noisy(x: torch.Tensor) -> torch.Tensor:
+        spacing = (x.contiguous().view(torch.int32) & 0x7F800000).view(torch.float32) * 2**-7
+        return x + spacing * (torch.rand(x.shape, generator=generator) - 0.5)
+
+    def linear(exact: Linear) -> Linear:
+        return lambda x: noisy(exact(noisy(x)))
+
+    def qkv(exact: Linear) -> Linear:
+        def computed(x: torch.Tensor) -> torch.Tensor:
+            y = noisy(exact(noisy(x)))
+            y[:, keys] = noisy(y[:, keys])
+            return y
+
+        return computed
+
+    return with_linears(model, linear, qkv)
+
+
+def with_linears(model: LlamaModel, change: Callable[[Linear], Linear], change_qkv: Callable[[Linear], Linear]) -> LlamaModel:
+    """The model with its layers' linears changed."""
+    return replace(
+        model,
+        layers=tuple(
+            replace(layer, qkv=change_qkv(layer.qkv), o=change(layer.o), gate_up=change(layer.gate_up), down=change(layer.down))
+            for layer in model.layers
+        ),
+    )
+
+
+def _centred(errors: torch.Tensor) -> torch.Tensor:
+    """Less each position's mean: what moves all logits alike changes no choice and no probability."""
+    return errors - errors.mean(-1, keepdim=True)

@@ -38,8 +38,13 @@ class Replica:
     """Block hashes in its prefix cache, as its statuses tell."""
 
     @property
+    def num_places(self) -> int:
+        """Attempts that it may be given now."""
+        return max(0, self.hello.max_num_seqs + DISPATCH_AHEAD - self.in_flight) if self.state == "up" else 0
+
+    @property
     def has_room(self) -> bool:
-        return self.state == "up" and self.in_flight < self.hello.max_num_seqs + DISPATCH_AHEAD
+        return self.num_places > 0
 
     @property
     def max_prompt_tokens(self) -> int:
@@ -142,8 +147,22 @@ def pick(
     chosen = choose(free_decode, ask)
     if disaggregation == "off" or ask.num_uncached(chosen) < min_disaggregated_tokens:
         return Pick(None, chosen.address)
-    able = [r for r in prefill if r.state == "up" and r.max_prompt_tokens >= ask.num_tokens]
+    able = _able(prefill, ask.num_tokens)
     if not able and disaggregation == "auto":
         return Pick(None, chosen.address)
     free_prefill = [r for r in able if r.has_room]
     return Pick(choose(free_prefill, ask).address, chosen.address) if free_prefill else None
+
+
+def num_places(
+    prefill: Sequence[Replica], decode: Sequence[Replica], num_tokens: int, *, disaggregation: Literal["auto", "strict", "off"]
+) -> int:
+    """How many prompts of `num_tokens` `pick` places one after the other, at least: more where some need no prefill engine."""
+    num_decode, able = sum(r.num_places for r in decode), _able(prefill, num_tokens)
+    if disaggregation == "off" or (not able and disaggregation == "auto"):
+        return num_decode
+    return min(num_decode, sum(r.num_places for r in able))
+
+
+def _able(prefill: Sequence[Replica], num_tokens: int) -> list[Replica]:
+    return [r for r in prefill if r.state == "up" and r.max_prompt_tokens >= num_tokens]

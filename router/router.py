@@ -10,7 +10,7 @@
 
 import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -42,8 +42,8 @@ from router.admission import ClientRequest, WaitingLine
 from router.config import RouterConfig
 from router.fleet import Fleet
 from router.lockstep import Lockstep
-from router.metrics_totals import ENDS, ReplicaTotals
-from router.policy import POLICIES, Ask, Pick, Replica, pick
+from router.metrics_totals import ReplicaTotals
+from router.policy import POLICIES, Ask, Pick, Replica, num_places, pick
 from router.request import Delivered, Ended, Open, Usage
 
 log = logging.getLogger(__name__)
@@ -75,12 +75,10 @@ class Router:
             (
                 *("accepted", "retries", "returned", "disaggregated", "alone", "ignored"),
                 *("prompt_tokens", "delivered_tokens", "repeated_tokens"),
-                *("path_disaggregated", "path_prefill_only", "path_colocated"),
-                *("ended_stop", "ended_length", "ended_other", *(f"ended_{reason}" for reason in ENDS.values())),
             ),
             0,
         )
-        """`disaggregated`, `alone`: attempts as dispatched; `path_*`: finished requests, by where their last attempt really ran."""
+        """`disaggregated`, `alone`: attempts as dispatched. How requests end is counted where their clients are told, in the front door."""
         self.inter_token = Histogram(SECONDS)
         """Seconds between the arrivals of two tokens of one answer; tokens that come together are 0 apart."""
         self._gaps: dict[float, int] = {}
@@ -98,18 +96,42 @@ class Router:
 
     # ---- clients
 
-    def submit(self, request: ClientRequest) -> None:
-        """Accepts a request, or raises a RequestError. Once accepted, exactly one `Ended` follows."""
+    def submit(self, *requests: ClientRequest) -> None:
+        """Accepts all of them, or none and raises a RequestError. For each one that is accepted exactly one `Ended` follows."""
+        if (refusal := self._refusal()) is not None:
+            raise refusal
+        max_tokens = [self._check(request) for request in requests]
+        self._line.check_room(len(requests), self._num_places(requests))
+        for request, limit in zip(requests, max_tokens, strict=True):
+            self._accept(request, limit)
+        self._dispatch()
+
+    def _refusal(self) -> RequestError | None:
+        """Why nobody is served at present, if so. The one rule for `submit` and for `ready`."""
         if self._draining:
-            raise Draining("the deployment is draining")
-        if self._fleet.limits is None:
-            raise RequestFailed("no decode engine has started yet")
+            return Draining("the deployment is draining")
+        if not self._fleet.has_up("decode"):
+            return RequestFailed("no decode engine is up")
+        if self._config.disaggregation == "strict" and not self._fleet.has_up("prefill"):
+            return RequestFailed("disaggregation is strict and no prefill engine is up")
+        return None
+
+    def _check(self, request: ClientRequest) -> int:
+        """Returns the answer's length limit in tokens; raises a RequestError for what can never be served."""
         if request.request_id in self._slots:
             raise InvalidRequest("request_id", request.request_id, "already in use")
+        assert self._fleet.limits is not None, "a decode engine is up"
         max_tokens = self._fleet.limits.check(request)
         if self._config.disaggregation == "strict":
             self._check_strict(len(request.prompt_token_ids) + max_tokens - 1)
-        self._line.check_room()
+        return max_tokens
+
+    def _num_places(self, requests: Sequence[ClientRequest]) -> int:
+        num_tokens = max(len(request.prompt_token_ids) for request in requests)
+        prefill, decode = self._fleet.pool("prefill"), self._fleet.pool("decode")
+        return num_places(prefill, decode, num_tokens, disaggregation=self._config.disaggregation)
+
+    def _accept(self, request: ClientRequest, max_tokens: int) -> None:
         now = self._clock()
         if request.sampling.seed is None:
             request = replace(request, sampling=replace(request.sampling, seed=self._random.getrandbits(63)))
@@ -123,13 +145,10 @@ class Router:
         self.counters["prompt_tokens"] += len(request.prompt_token_ids)
         if request.deadline_s is not None:
             self._timers.set(slot, now + request.deadline_s)
-        self._dispatch()
 
     def _check_strict(self, num_tokens: int) -> None:
-        """No silent fallback: without a prefill engine that is up and can hold even the last retry of a request, it is refused."""
+        """No silent fallback: what no prefill engine can hold even in its last retry is refused. One must be up."""
         rooms = [r.max_prompt_tokens for r in self._fleet.pool("prefill") if r.state == "up"]
-        if not rooms:
-            raise RequestFailed("disaggregation is strict and no prefill engine is up")
         if num_tokens > max(rooms):
             raise InvalidRequest("prompt", f"{num_tokens} tokens with its answer", f"prefill engines hold {max(rooms)} tokens")
 
@@ -217,8 +236,8 @@ class Router:
 
     @property
     def ready(self) -> bool:
-        """A decode engine is up and new requests are taken."""
-        return not self._draining and self._fleet.ready
+        """New requests are taken."""
+        return self._refusal() is None
 
     @property
     def drained(self) -> bool:
@@ -487,10 +506,6 @@ class Router:
 
     def _close(self, entry: Open, finish_reason: FinishReason | None, error: RequestError | None) -> None:
         """The one terminal event."""
-        self.counters[f"ended_{finish_reason if error is None else ENDS.get(type(error), 'other')}"] += 1
-        if error is None:
-            path = "colocated" if not entry.split else "disaggregated" if entry.decode_seen else "prefill_only"
-            self.counters[f"path_{path}"] += 1
         stages = entry.close_stages(self._clock())
         self._leave_attempt(entry)
         self._line.remove(entry.slot)
@@ -498,7 +513,7 @@ class Router:
         del self._open[entry.slot]
         del self._slots[entry.request.request_id]
         usage = Usage(len(entry.request.prompt_token_ids), entry.num_cached_tokens, len(entry.delivered))
-        self.events.append(Ended(entry.request.request_id, finish_reason, error, usage, stages, entry.attempt))
+        self.events.append(Ended(entry.request.request_id, finish_reason, error, usage, stages, entry.attempt, entry.path))
         fields = {"finish_reason": finish_reason, "error": error and str(error), "usage": usage._asdict(), "stages": stages}
         log.debug("request ended", extra=entry.about | fields)
 

@@ -78,6 +78,8 @@ class ClusterConfig:
                 f"prefill.block_size: {self.prefill.engine.block_size} differs from decode.block_size "
                 f"{self.decode.engine.block_size}: blocks are copied whole between the pools"
             )
+        if self.router.disaggregation == "strict" and not self.prefill.replicas:
+            raise ConfigError("router.disaggregation: strict refuses every request where prefill.replicas is 0")
         for name, pool in (("prefill", self.prefill), ("decode", self.decode)):
             if pool.replicas:
                 self._check_device(name, pool)

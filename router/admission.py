@@ -81,10 +81,15 @@ class WaitingLine:
     def __contains__(self, slot: int) -> bool:
         return slot in self._waiting
 
-    def check_room(self) -> None:
-        """Raises Overloaded when full. Requests that come back from an engine were accepted before and always find room."""
-        if len(self._waiting) >= self._max_queue:
-            raise Overloaded(f"{len(self._waiting)} requests are waiting, max_queue is {self._max_queue}", retry_after_s=1.0)
+    def check_room(self, num_more: int, num_places: int) -> None:
+        """Raises Overloaded unless all of `num_more` find room, here or in the engines, which have `num_places` if nobody waits for one.
+
+        Requests that come back from an engine were accepted before and always find room.
+        """
+        num_waiting = len(self._waiting)
+        if num_waiting + num_more > self._max_queue + (0 if num_waiting else num_places):
+            wish = f"{num_more} answers are asked for, {num_places} find a place at once, " if num_more > 1 else ""
+            raise Overloaded(f"{wish}{num_waiting} requests are waiting, max_queue is {self._max_queue}", retry_after_s=1.0)
 
     def push(self, slot: int, priority: int, *, front: bool = False) -> None:
         if front:

@@ -37,9 +37,8 @@ class Fleet:
         """Whether this is the present epoch of a replica that was started and is not down."""
         return self._started.get(address.replica_id) == address
 
-    @property
-    def ready(self) -> bool:
-        return any(replica.hello.role == "decode" and replica.state == "up" for replica in self)
+    def has_up(self, role: str) -> bool:
+        return any(replica.hello.role == role and replica.state == "up" for replica in self)
 
     def pool(self, role: str) -> list[Replica]:
         return [replica for replica in self if replica.hello.role == role]

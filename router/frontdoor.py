@@ -1,11 +1,13 @@
 """What every front door shares: it owns the router's core and carries each request through it.
 
  1. `generate` reads, validates and tokenises a message off the event loop.
- 2. The core is handed one request per answer (`submit`), or refuses with a RequestError; all answers are accepted, or none.
+ 2. The core is handed one request per answer (`submit`), or refuses with a RequestError; it accepts all answers, or none.
  3. After every input, a tick included, `pump` sends the core's outbox to the engines and its events to the answers they belong to.
  4. `generate` takes the tokens as fast as its client does, several steps at once if the client is slow, and makes text of them.
  5. Exactly one `Ended` closes each answer; the call ends with the last, or with the first error. A caller that stops iterating
     cancels what is open.
+ 6. What the client was told is what is counted and traced, once it was told: the core's own end may be another (a stop string in the
+    last tokens, a client too slow for them).
 
 Everything but tokenisation runs on one event loop, so the core needs no lock.
 """
@@ -17,23 +19,25 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Protocol, TypeVar
 
 from protocol.clock import Clock
-from protocol.errors import InvalidRequest, Overloaded, RequestCancelled, RequestError
-from protocol.messages import Address, Envelope, Message, TokenLogprobs
+from protocol.errors import DeadlineExceeded, InvalidRequest, Overloaded, RequestCancelled, RequestError
+from protocol.messages import Address, Envelope, FinishReason, Message, TokenLogprobs
 from router.admission import ClientRequest
 from router.buffer import Buffer
 from router.config import RouterConfig
 from router.detokenizer import Detokenizer
-from router.metrics_totals import DoorTotals
-from router.parse import Parsed, parse_generate, parse_tokenize
+from router.metrics_totals import DoorTotals, end_of
+from router.parse import Parsed, num_asked, parse_generate, parse_tokenize
 from router.policy import Replica
-from router.request import Delivered, Ended
+from router.request import Delivered, Ended, Path
 from router.tokenizer import Tokenizer
 from router.tracing import CallTrace, Tracing, Untraced
 from twopass.proto import twopass_pb2 as pb
 
 TOKENIZER_RETRY_S = 1.0
+DEADLINE_ROUNDING, DEADLINE_TRAVEL_S = 0.01, 0.05
+"""A client's deadline passes there first: gRPC rounds it up by such a share for its way here, and the way takes time."""
 
-_FINISH_REASONS = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
+_FINISH_REASONS: dict[FinishReason, pb.FinishReason] = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
 
 T = TypeVar("T")
 
@@ -51,7 +55,7 @@ class Core(Protocol):
     @property
     def num_queued(self) -> int: ...
     def replicas(self) -> Iterator[Replica]: ...
-    def submit(self, request: ClientRequest) -> None: ...
+    def submit(self, *requests: ClientRequest) -> None: ...
     def cancel(self, request_id: str) -> None: ...
     def stop(self, request_id: str) -> None: ...
     def handle(self, envelope: Envelope) -> None: ...
@@ -176,11 +180,14 @@ class FrontDoor:
         `read` is called in a thread and may raise RequestError, as this does. Close the generator (`contextlib.aclosing`): that is
         what cancels answers nobody waits for. `traceparent`: the caller's W3C trace context, from its metadata.
         """
-        arrived_at, trace = self._clock(), self._tracing.begin(traceparent)
+        arrived_at, trace, num_answers = self._clock(), self._tracing.begin(traceparent), 1
 
         def work() -> Parsed:
+            nonlocal num_answers
+            message = read()
+            num_answers = num_asked(message)
             return parse_generate(
-                read(),
+                message,
                 self.tokenizer,
                 vocab_size=self.model.vocab_size,
                 max_model_len=self.core.max_model_len,
@@ -190,12 +197,14 @@ class FrontDoor:
 
         try:
             parsed = await self._in_thread(work)
-            call = self._open(parsed, arrived_at, trace)
-        except RequestError as error:
-            trace.end(error.code)
-            self.totals.refused(error)
+            call = self._open(parsed, arrived_at, trace, deadline_s)
+        except (RequestError, asyncio.CancelledError) as raised:
+            refusal = raised if isinstance(raised, RequestError) else self._gone(arrived_at, deadline_s)
+            trace.end(refusal.code)
+            self.totals.refused(refusal, num_answers)
             raise
         first = True
+        error: RequestError | None = None
         try:
             while True:
                 for answer in await call.news():
@@ -206,11 +215,14 @@ class FrontDoor:
                         first = False
                         yield piece
                     if failure is not None:
-                        raise failure
+                        error = failure
+                        raise error
+                    if answer.finish is not None:
+                        self._told(answer, answer.finish)
                     if piece.HasField("usage"):
                         return
         finally:
-            self._close(call)
+            self._close(call, error)
 
     def _piece(self, call: "_Call", answer: "_Answer") -> tuple[pb.GenerateResponse, RequestError | None]:
         """What waits for the client, and the error that it ends with, if it does."""
@@ -234,20 +246,21 @@ class FrontDoor:
         if ended.error is not None and not stopped:
             return piece, ended.error
         piece.text += answer.detokenizer.finish()
-        piece.finish_reason = pb.FINISH_REASON_STOP if answer.detokenizer.stopped else _FINISH_REASONS[ended.finish_reason or ""]
         self._finish(call, answer, ended, piece)
         return piece, None
 
     def _finish(self, call: "_Call", answer: "_Answer", ended: Ended, piece: pb.GenerateResponse) -> None:
-        """Counts an answer that is complete; the last one brings usage and timing of the call."""
-        answer.done = True
+        """Ends an answer in its last piece; the last one brings usage and timing of the call."""
+        reason = "stop" if answer.detokenizer.stopped else ended.finish_reason
+        assert reason is not None
+        piece.finish_reason = _FINISH_REASONS[reason]
         now = self._clock()
         total_s = now - call.arrived_at
         stages = {"tokenize": call.submitted_at - call.arrived_at, **ended.stages}
         stages["deliver"] = max(0.0, total_s - sum(stages.values()))
-        self.totals.finished(total_s, stages)
+        answer.finish = _Finish(reason, ended.path, total_s, stages)
         answers = call.answers
-        if not all(other.done for other in answers):
+        if not all(other.finish for other in answers):
             return
         ends = [other.ended for other in answers if other.ended is not None]
         usage = pb.Usage(
@@ -260,6 +273,17 @@ class FrontDoor:
         piece.usage.CopyFrom(usage)
         piece.timing.CopyFrom(pb.Timing(ttft_s=first_at - call.arrived_at, total_s=total_s, stages=stages, attempts=attempts))
 
+    def _told(self, answer: "_Answer", finish: "_Finish") -> None:
+        """The connection has taken an answer's last piece."""
+        answer.told = True
+        self.totals.finished(*finish)
+
+    def _gone(self, arrived_at: float, deadline_s: float | None) -> RequestError:
+        """What a client has that does not wait for the end: its deadline has passed, or it cancels."""
+        if deadline_s is not None and self._clock() - arrived_at >= deadline_s * (1 - DEADLINE_ROUNDING) - DEADLINE_TRAVEL_S:
+            return DeadlineExceeded(f"deadline: {deadline_s:g} s have passed")
+        return RequestCancelled("the client is gone")
+
     async def _in_thread(self, work: Callable[[], T]) -> T:
         if self._num_in_threads >= self._config.max_queue:
             raise Overloaded(f"{self._num_in_threads} requests wait for tokenisation", retry_after_s=TOKENIZER_RETRY_S)
@@ -269,62 +293,61 @@ class FrontDoor:
         finally:
             self._num_in_threads -= 1
 
-    def _open(self, parsed: Parsed, arrived_at: float, trace: CallTrace) -> "_Call":
+    def _open(self, parsed: Parsed, arrived_at: float, trace: CallTrace, deadline_s: float | None) -> "_Call":
         if parsed.request_id in self._calls:
             raise InvalidRequest("request_id", parsed.request_id, "a request of that name is still open")
         submitted_at = self._clock()
-        accepted: list[ClientRequest] = []
-        try:
-            for request in parsed.requests:
-                self.core.submit(request)
-                accepted.append(request)
-        except RequestError:
-            for request in accepted:
-                self.core.cancel(request.request_id)
-            self.pump()
-            raise
+        self.core.submit(*parsed.requests)
         call = self._calls[parsed.request_id] = _Call(
-            parsed, self.tokenizer, self._config.max_buffered_tokens, arrived_at, submitted_at, trace
+            parsed, self.tokenizer, self._config.max_buffered_tokens, arrived_at, submitted_at, trace, deadline_s
         )
         self._answers.update({answer.request_id: answer for answer in call.answers})
         self.pump()
         return call
 
-    def _close(self, call: "_Call") -> None:
-        code = call.code
+    def _close(self, call: "_Call", error: RequestError | None) -> None:
+        """`error`: what the client was told; None: all answers, or nothing because it is gone."""
+        if error is None and not all(answer.told for answer in call.answers):
+            error = self._gone(call.arrived_at, call.deadline_s)
         for answer in call.answers:
             if answer.ended is None:
                 self.core.cancel(answer.request_id)
         self.pump()
         for answer in call.answers:
+            told: FinishReason | RequestError
+            if answer.told and answer.finish is not None:
+                told = answer.finish.reason
+            else:
+                assert error is not None
+                told = error
+                self.totals.failed(error)
             if answer.ended is not None:
-                call.trace.answered(answer.index, answer.ended, call.submitted_at - call.arrived_at)
+                call.trace.answered(answer.index, answer.ended, end_of(told), call.submitted_at - call.arrived_at)
             del self._answers[answer.request_id]
-        call.trace.end(code)
+        call.trace.end("OK" if error is None else error.code)
         del self._calls[call.request_id]
 
 
 class _Call:
     """One call and its answers, all to the same prompt."""
 
-    __slots__ = ("_wake", "answers", "arrived_at", "num_prompt_tokens", "request_id", "submitted_at", "trace")
+    __slots__ = ("_wake", "answers", "arrived_at", "deadline_s", "num_prompt_tokens", "request_id", "submitted_at", "trace")
 
     def __init__(
-        self, parsed: Parsed, tokenizer: Tokenizer, max_buffered_tokens: int, arrived_at: float, submitted_at: float, trace: CallTrace
+        self,
+        parsed: Parsed,
+        tokenizer: Tokenizer,
+        max_buffered_tokens: int,
+        arrived_at: float,
+        submitted_at: float,
+        trace: CallTrace,
+        deadline_s: float | None,
     ) -> None:
-        self.request_id = parsed.request_id
+        self.request_id, self.deadline_s = parsed.request_id, deadline_s
         self.arrived_at, self.submitted_at, self.trace = arrived_at, submitted_at, trace
         self.num_prompt_tokens = len(parsed.requests[0].prompt_token_ids)
         self._wake = asyncio.Event()
         self.answers = [_Answer(index, parsed, tokenizer, Buffer(max_buffered_tokens), self._wake) for index in range(len(parsed.requests))]
-
-    @property
-    def code(self) -> str:
-        """Name of the gRPC status that the call ends with, if it ends now."""
-        if all(answer.done for answer in self.answers):
-            return "OK"
-        errors = (answer.ended.error.code for answer in self.answers if answer.ended is not None and answer.ended.error is not None)
-        return next(errors, RequestCancelled.code)
 
     async def news(self) -> list["_Answer"]:
         """Answers for which tokens wait, or the end; at least one. To be called while one is not done."""
@@ -335,10 +358,19 @@ class _Call:
             await self._wake.wait()
 
 
+class _Finish(NamedTuple):
+    """An answer that is complete: what its last piece says, and what is counted once the client has that."""
+
+    reason: FinishReason
+    path: Path
+    total_s: float
+    stages: dict[str, float]
+
+
 class _Answer:
     """Tokens on their way from the core to one client."""
 
-    __slots__ = ("_buffer", "_wake", "detokenizer", "done", "ended", "first_at", "index", "num_tokens", "request_id")
+    __slots__ = ("_buffer", "_wake", "detokenizer", "ended", "finish", "first_at", "index", "num_tokens", "request_id", "told")
 
     def __init__(self, index: int, parsed: Parsed, tokenizer: Tokenizer, buffer: Buffer, wake: asyncio.Event) -> None:
         request = parsed.requests[index]
@@ -350,12 +382,14 @@ class _Answer:
         """When its first tokens were taken."""
         self.num_tokens = 0
         """Of the answer, as the client has them."""
-        self.done = False
+        self.finish: _Finish | None = None
+        self.told = False
+        """Its last piece was taken by the connection."""
         self._buffer, self._wake = buffer, wake
 
     @property
     def has_news(self) -> bool:
-        return not self.done and (len(self._buffer) > 0 or self.ended is not None)
+        return self.finish is None and (len(self._buffer) > 0 or self.ended is not None)
 
     def push(self, token_ids: list[int], logprobs: Iterable[TokenLogprobs]) -> bool:
         """True: too many wait for the client now."""

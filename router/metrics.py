@@ -2,7 +2,8 @@
 
     python -m router.metrics        prints the table
 
-Every name begins with `twopass_`, counters end with `_total`, every series has the label `model_name`. Units are seconds, bytes, tokens.
+Every name begins with `twopass_`, counters end with `_total`, every series has the label `model_name`. Units are seconds, bytes, tokens,
+requests. A request is one answer: a call that asks for `n` is `n` requests, taken in all or none; one refused before it was read is one.
 An engine's numbers are those of its last status, so up to `status_interval_s` old. Its counters outlive it; its gauges do not.
 """
 
@@ -51,10 +52,9 @@ class Metric(NamedTuple):
 # ---- where numbers come from
 
 
-def _router(*keys: str) -> Reader:
-    """Counters of the router's core. Several: `prefix_value`, each under its value."""
-    labels = [(key.split("_", 1)[1],) if len(keys) > 1 else () for key in keys]
-    return lambda now: [(label, now.core.counters[key]) for label, key in zip(labels, keys, strict=True)]
+def _router(key: str) -> Reader:
+    """A counter of the router's core."""
+    return lambda now: [((), now.core.counters[key])]
 
 
 def _engines(key: str | None = None, *, transport: bool = False, **by_value: str) -> Reader:
@@ -124,31 +124,31 @@ def _states(now: Now) -> Iterator[Sample]:
 
 METRICS = (
     # requests, as the router sees them
-    Metric("requests_accepted", "counter", "Requests taken in.", (), _router("accepted")),
+    Metric("requests_accepted", "counter", "Answers asked for and taken in; a call with n asks for n.", (), _router("accepted")),
     Metric(
         "requests_rejected",
         "counter",
-        "Requests refused before they were accepted.",
+        "Answers asked for and not taken in; a call with n asks for n, one that could not be read for one.",
         ("reason",),
         lambda now: [((reason,), count) for reason, count in now.door.totals.refusals.items()],
     ),
     Metric(
         "requests_ended",
         "counter",
-        "Accepted requests that have ended, by finish reason or cause.",
+        "Accepted answers that have ended, by the finish reason or the error that their client was told.",
         ("reason",),
-        _router(*(f"ended_{reason}" for reason in ("stop", "length", "cancelled", "deadline", "failed", "draining", "other"))),
+        lambda now: [((reason,), count) for reason, count in now.door.totals.ends.items()],
     ),
     Metric(
         "requests_by_path",
         "counter",
-        "Finished requests, by where the last attempt really ran.",
+        "Answers that ended with a finish reason, by where the last attempt really ran.",
         ("path",),
-        _router("path_disaggregated", "path_prefill_only", "path_colocated"),
+        lambda now: [((path,), count) for path, count in now.door.totals.paths.items()],
     ),
     Metric("request_retries", "counter", "Attempts started because the one before failed.", (), _router("retries")),
     Metric("requests_returned", "counter", "Attempts that an engine gave back.", (), _router("returned")),
-    Metric("accepted_prompt_tokens", "counter", "Prompt tokens of accepted requests.", (), _router("prompt_tokens")),
+    Metric("accepted_prompt_tokens", "counter", "Prompt tokens of accepted answers, of each answer anew.", (), _router("prompt_tokens")),
     Metric("delivered_tokens", "counter", "Answer tokens handed on to front doors, each once.", (), _router("delivered_tokens")),
     Metric("repeated_tokens", "counter", "Answer tokens that came from an engine a second time.", (), _router("repeated_tokens")),
     Metric("ignored_messages", "counter", "Messages and rows of attempts or epochs that no longer count.", (), _router("ignored")),
@@ -164,7 +164,7 @@ METRICS = (
     Metric(
         "time_to_first_token_seconds",
         "histogram",
-        "From the arrival of a call to its first token.",
+        "From the arrival of a call to an answer's first token.",
         (),
         lambda now: [((), now.door.totals.first_token.now)],
     ),
@@ -178,7 +178,7 @@ METRICS = (
     Metric(
         "request_seconds",
         "histogram",
-        "From the arrival of a call to the end of its answer; finished requests.",
+        "From the arrival of a call to the end of an answer; those that ended with a finish reason.",
         (),
         lambda now: [((), now.door.totals.total.now)],
     ),

@@ -90,6 +90,11 @@ def parse_generate(
     return Parsed(request_id, requests, stop, params.include_stop_str_in_output)
 
 
+def num_asked(message: pb.GenerateRequest) -> int:
+    """How many answers a message asks for that may be invalid; 1 where it names a number out of range."""
+    return message.sampling.n if 1 <= message.sampling.n <= MAX_N else 1
+
+
 def parse_tokenize(message: pb.TokenizeRequest, tokenizer: Tokenizer) -> Int32:
     """Token ids of the prompt. Slow for long texts: not for an event loop. Raises InvalidRequest."""
     if message.WhichOneof("prompt") is None:

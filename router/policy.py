@@ -38,8 +38,13 @@ class Replica:
     """Block hashes in its prefix cache, as its statuses tell."""
 
     @property
+    def num_places(self) -> int:
+        """Attempts that it may be given now."""
+        return max(0, self.hello.max_num_seqs + DISPATCH_AHEAD - self.in_flight) if self.state == "up" else 0
+
+    @property
     def has_room(self) -> bool:
-        return self.state == "up" and self.in_flight < self.hello.max_num_seqs + DISPATCH_AHEAD
+        return self.num_places > 0
 
     @property
     def max_known_tokens(self) -> int:
@@ -154,7 +159,7 @@ def pick(
     if not free_decode:
         return None
     chosen = choose(free_decode, ask)
-    able = [r for r in prefill if r.state == "up" and r.takes(ask)] if disaggregation != "off" else []
+    able = _able(prefill, ask) if disaggregation != "off" else []
     alone = ask.num_uncached(chosen) < min_disaggregated_tokens or (not able and disaggregation != "strict")
     if alone and chosen.takes(ask):
         return Pick(None, chosen.address)
@@ -166,12 +171,25 @@ def too_large_for_all(
     prefill: Sequence[Replica], decode: Sequence[Replica], ask: Ask, *, disaggregation: Literal["auto", "strict", "off"]
 ) -> bool:
     """Whether engines are up, and none of them could ever serve this: it waits for one that is away."""
-    up_prefill, up_decode = [r for r in prefill if r.state == "up"], [r for r in decode if r.state == "up"]
+    up_decode = [r for r in decode if r.state == "up"]
     able_decode = [r for r in up_decode if r.holds(ask)]
     if not able_decode:
         return bool(up_decode)
     if disaggregation == "strict":
-        return bool(up_prefill) and not any(r.takes(ask) for r in up_prefill)
+        return any(r.state == "up" for r in prefill) and not _able(prefill, ask)
     if any(r.takes(ask) for r in able_decode):
         return False
-    return disaggregation == "off" or not any(r.takes(ask) for r in up_prefill)
+    return disaggregation == "off" or not _able(prefill, ask)
+
+
+def num_places(prefill: Sequence[Replica], decode: Sequence[Replica], ask: Ask, *, disaggregation: Literal["auto", "strict", "off"]) -> int:
+    """How many such requests `pick` places one after the other, at least: more where some need no prefill engine."""
+    num_decode = sum(r.num_places for r in decode if r.holds(ask))
+    able = _able(prefill, ask)
+    if disaggregation == "off" or (not able and disaggregation == "auto"):
+        return num_decode
+    return min(num_decode, sum(r.num_places for r in able))
+
+
+def _able(prefill: Sequence[Replica], ask: Ask) -> list[Replica]:
+    return [r for r in prefill if r.state == "up" and r.takes(ask)]

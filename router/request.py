@@ -2,12 +2,15 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from protocol.errors import RequestError
 from protocol.messages import Address, FinishReason, RequestKey, TokenLogprobs
 from router.admission import ClientRequest
 from router.policy import NO_LOAD, Load
+
+Path = Literal["disaggregated", "prefill_only", "colocated"]
+"""Where an attempt really ran."""
 
 
 class Usage(NamedTuple):
@@ -46,6 +49,8 @@ class Ended(NamedTuple):
     usage: Usage
     stages: dict[str, float]
     attempts: int
+    path: Path
+    """Of the last attempt."""
 
 
 @dataclass(slots=True)
@@ -88,6 +93,11 @@ class Open:
     def about(self) -> dict[str, object]:
         """The fields of a log line about its present attempt."""
         return {"request_id": self.request.request_id, "attempt": self.attempt}
+
+    @property
+    def path(self) -> Path:
+        """Of its last attempt, so far."""
+        return "colocated" if not self.split else "disaggregated" if self.decode_seen else "prefill_only"
 
     def spent(self, stage: str, now: float) -> None:
         """Books the time since the last change of state."""

@@ -10,7 +10,7 @@
 
 import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -42,8 +42,8 @@ from router.admission import ClientRequest, Limits, WaitingLine
 from router.config import RouterConfig
 from router.fleet import Fleet
 from router.lockstep import Lockstep
-from router.metrics_totals import ENDS, ReplicaTotals
-from router.policy import POLICIES, Ask, Pick, Replica, pick, too_large_for_all
+from router.metrics_totals import ReplicaTotals
+from router.policy import POLICIES, Ask, Pick, Replica, num_places, pick, too_large_for_all
 from router.request import Delivered, Ended, Open, Usage
 
 log = logging.getLogger(__name__)
@@ -75,12 +75,10 @@ class Router:
             (
                 *("accepted", "retries", "returned", "disaggregated", "alone", "ignored"),
                 *("prompt_tokens", "delivered_tokens", "repeated_tokens"),
-                *("path_disaggregated", "path_prefill_only", "path_colocated"),
-                *("ended_stop", "ended_length", "ended_other", *(f"ended_{reason}" for reason in ENDS.values())),
             ),
             0,
         )
-        """`disaggregated`, `alone`: attempts as dispatched; `path_*`: finished requests, by where their last attempt really ran."""
+        """`disaggregated`, `alone`: attempts as dispatched. How requests end is counted where their clients are told, in the front door."""
         self.inter_token = Histogram(SECONDS)
         """Seconds between the arrivals of two tokens of one answer; tokens that come together are 0 apart."""
         self._gaps: dict[float, int] = {}
@@ -98,18 +96,44 @@ class Router:
 
     # ---- clients
 
-    def submit(self, request: ClientRequest) -> None:
-        """Accepts a request, or raises a RequestError. Once accepted, exactly one `Ended` follows."""
+    def submit(self, *requests: ClientRequest) -> None:
+        """Accepts all of them, or none and raises a RequestError. For each one that is accepted exactly one `Ended` follows."""
+        if (refusal := self._refusal()) is not None:
+            raise refusal
+        max_tokens = [self._check(request) for request in requests]
+        self._line.check_room(len(requests), self._num_places(requests, max_tokens))
+        for request, limit in zip(requests, max_tokens, strict=True):
+            self._accept(request, limit)
+        self._dispatch()
+
+    def _refusal(self) -> RequestError | None:
+        """Why nobody is served at present, if so. The one rule for `submit` and for `ready`."""
         if self._draining:
-            raise Draining("the deployment is draining")
-        limits = self._fleet.limits
-        if limits is None:
-            raise RequestFailed("no decode engine has started yet")
+            return Draining("the deployment is draining")
+        if not self._fleet.has_up("decode"):
+            return RequestFailed("no decode engine is up")
+        if self._config.disaggregation == "strict" and not self._fleet.has_up("prefill"):
+            return RequestFailed("disaggregation is strict and no prefill engine is up")
+        return None
+
+    def _check(self, request: ClientRequest) -> int:
+        """Returns the answer's length limit in tokens; raises a RequestError for what can never be served."""
         if request.request_id in self._slots:
             raise InvalidRequest("request_id", request.request_id, "already in use")
+        limits = self._fleet.limits
+        assert limits is not None, "a decode engine is up"
         max_tokens = limits.check(request)
         self._check_prompt(limits, len(request.prompt_token_ids), max_tokens)
-        self._line.check_room()
+        return max_tokens
+
+    def _num_places(self, requests: Sequence[ClientRequest], max_tokens: Sequence[int]) -> int:
+        """How many of them could be dispatched at once, if all were like the longest."""
+        num_tokens = max(len(request.prompt_token_ids) for request in requests)
+        ask = Ask(num_tokens, 0, max(max_tokens), (), self._clock())
+        prefill, decode = self._fleet.pool("prefill"), self._fleet.pool("decode")
+        return num_places(prefill, decode, ask, disaggregation=self._config.disaggregation)
+
+    def _accept(self, request: ClientRequest, max_tokens: int) -> None:
         now = self._clock()
         if request.sampling.seed is None:
             request = replace(request, sampling=replace(request.sampling, seed=self._random.getrandbits(63)))
@@ -123,7 +147,6 @@ class Router:
         self.counters["prompt_tokens"] += len(request.prompt_token_ids)
         if request.deadline_s is not None:
             self._timers.set(slot, now + request.deadline_s)
-        self._dispatch()
 
     def _check_prompt(self, limits: Limits, num_prompt: int, max_tokens: int) -> None:
         """Refuses a prompt that nobody can compute: for good where no engine ever seen can, for now while those that can are away.
@@ -135,8 +158,6 @@ class Router:
         if num_prompt <= alone:
             return
         up = [r for r in self._fleet.pool("prefill") if r.state == "up"]
-        if mode == "strict" and not up:
-            raise RequestFailed("disaggregation is strict and no prefill engine is up")
         longest = alone if mode == "off" else max(alone, self._fleet.max_prefill_tokens)
         if num_prompt > longest:
             raise InvalidRequest("prompt", f"{num_prompt} tokens", f"the longest prompt that an engine computes has {longest} tokens")
@@ -231,8 +252,8 @@ class Router:
 
     @property
     def ready(self) -> bool:
-        """A decode engine is up and new requests are taken."""
-        return not self._draining and self._fleet.ready
+        """New requests are taken."""
+        return self._refusal() is None
 
     @property
     def drained(self) -> bool:
@@ -515,10 +536,6 @@ class Router:
 
     def _close(self, entry: Open, finish_reason: FinishReason | None, error: RequestError | None) -> None:
         """The one terminal event."""
-        self.counters[f"ended_{finish_reason if error is None else ENDS.get(type(error), 'other')}"] += 1
-        if error is None:
-            path = "colocated" if not entry.split else "disaggregated" if entry.decode_seen else "prefill_only"
-            self.counters[f"path_{path}"] += 1
         stages = entry.close_stages(self._clock())
         self._leave_attempt(entry)
         self._line.remove(entry.slot)
@@ -527,7 +544,7 @@ class Router:
         del self._slots[entry.request.request_id]
         num_cached = 0 if entry.num_cached_tokens is None else entry.num_cached_tokens
         usage = Usage(len(entry.request.prompt_token_ids), num_cached, len(entry.delivered))
-        self.events.append(Ended(entry.request.request_id, finish_reason, error, usage, stages, entry.attempt))
+        self.events.append(Ended(entry.request.request_id, finish_reason, error, usage, stages, entry.attempt, entry.path))
         fields = {"finish_reason": finish_reason, "error": error and str(error), "usage": usage._asdict(), "stages": stages}
         log.debug("request ended", extra=entry.about | fields)
 

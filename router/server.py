@@ -42,6 +42,7 @@ class Context(Protocol):
 
     def time_remaining(self) -> float | None: ...
     def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]]: ...
+    async def send_initial_metadata(self, initial_metadata: tuple[tuple[str, str | bytes], ...]) -> None: ...
     async def write(self, message: pb.GenerateResponse) -> None: ...
     async def abort(self, code: grpc.StatusCode, details: str, trailing_metadata: tuple[tuple[str, str | bytes], ...]) -> NoReturn: ...
 
@@ -128,7 +129,7 @@ class Server:
                 await self._health.set(name, status)
 
     async def _generate(self, data: bytes, context: Context) -> None:
-        writer, now = _Writer(), asyncio.get_running_loop().time
+        writer, now, began = _Writer(), asyncio.get_running_loop().time, False
         self._writers.add(writer)
         try:
             read = partial(parse_bytes, pb.GenerateRequest, data, self._config.max_message_bytes)
@@ -136,6 +137,9 @@ class Server:
             async with aclosing(answers) as pieces:
                 async for piece in pieces:
                     writer.since = now()
+                    if not began:  # by itself: gRPC could send no status after a first write that was cancelled with the headers in it
+                        await context.send_initial_metadata(())
+                        began = True
                     await context.write(piece)
                     writer.since = math.inf
         except asyncio.CancelledError:

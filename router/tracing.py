@@ -44,8 +44,8 @@ class CallTrace(Protocol):
 
     traceparent: str
 
-    def answered(self, index: int, ended: Ended, tokenize_s: float) -> None:
-        """An answer has ended, one way or the other. `tokenize_s`: between the call's arrival and its way into the queue."""
+    def answered(self, index: int, ended: Ended, told: str, tokenize_s: float) -> None:
+        """An answer has ended. `told`: how, for its client. `tokenize_s`: between the call's arrival and its way into the queue."""
 
     def end(self, code: str) -> None:
         """The call is over. `code`: name of its gRPC status."""
@@ -65,7 +65,7 @@ class Untraced:
     def begin(self, traceparent: str) -> CallTrace:
         return Untraced(valid_traceparent(traceparent))
 
-    def answered(self, index: int, ended: Ended, tokenize_s: float) -> None:
+    def answered(self, index: int, ended: Ended, told: str, tokenize_s: float) -> None:
         pass
 
     def end(self, code: str) -> None:
@@ -101,9 +101,9 @@ class _CallSpans:
         w3c.inject(carrier, self._context)
         self.traceparent = carrier["traceparent"]
 
-    def answered(self, index: int, ended: Ended, tokenize_s: float) -> None:
+    def answered(self, index: int, ended: Ended, told: str, tokenize_s: float) -> None:
         self._span.set_attributes({f"twopass.{index}.{stage}_s": seconds for stage, seconds in ended.stages.items()})
-        self._span.set_attribute(f"twopass.{index}.attempts", ended.attempts)
+        self._span.set_attributes({f"twopass.{index}.attempts": ended.attempts, f"twopass.{index}.ended": told})
         at_ns = self._arrived_ns + _ns(tokenize_s + ended.stages.get("lost_attempts", 0.0))
         for name, stages in STAGES.items():
             found = [ended.stages[stage] for stage in stages if stage in ended.stages]

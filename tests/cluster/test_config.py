@@ -80,6 +80,12 @@ def test_colocated_pools_may_differ_in_block_size() -> None:
     assert arithmetic("prefill.replicas=0", "decode.block_size=32").decode.engine.block_size == 32
 
 
+def test_strict_disaggregation_needs_a_prefill_pool() -> None:
+    assert arithmetic("router.disaggregation=strict").router.disaggregation == "strict"
+    with pytest.raises(ConfigError, match="disaggregation: strict refuses every request where prefill.replicas is 0"):
+        arithmetic("router.disaggregation=strict", "prefill.replicas=0")
+
+
 def test_the_torch_runner_needs_a_model() -> None:
     with pytest.raises(ConfigError, match="^model: "):
         from_tree({})

@@ -134,6 +134,24 @@ def test_every_number_equals_what_was_sent(deployment: Deployment, client: Clien
     assert got("queue_oldest_seconds") == got("requests_running") == got("requests_in_flight") == 0
 
 
+def test_what_is_counted_is_what_clients_were_told_and_a_request_is_one_answer(deployment: Deployment, client: Client) -> None:
+    before = scrape(deployment)
+    prompt, num_tokens = [5] * 30, 6
+    last = expected_tokens(prompt, num_tokens)[-1]
+    stopped = client.generate_text(prompt_token_ids=prompt, max_tokens=num_tokens, stop=f"<{last}>")
+    assert (stopped.token_ids, stopped.finish_reason) == (expected_tokens(prompt, num_tokens), "stop")
+    answers = client.generate_texts(prompt_token_ids=prompt, max_tokens=num_tokens, temperature=1.0, n=3)
+    assert [answer.finish_reason for answer in answers] == ["length"] * 3
+    with pytest.raises(InvalidRequest):
+        client.generate_texts(prompt_token_ids=[32_000], max_tokens=4, temperature=1.0, n=3)
+    await_final_status(deployment)  # the next test counts what engines do
+    got = Scraped(before, scrape(deployment))
+    assert got("requests_accepted_total") == got("requests_ended_total") == got("requests_by_path_total") == 4
+    assert (got("requests_ended_total", reason="stop"), got("requests_ended_total", reason="length")) == (1, 3)
+    assert got("requests_rejected_total", reason="invalid") == got("requests_rejected_total") == 3
+    assert got("request_seconds_count") == got("time_to_first_token_seconds_count") == 4
+
+
 def test_two_answers_too_long_for_the_pool_preempt_once(deployment: Deployment, client: Client) -> None:
     """The second one is thrown out when the pool is full, and finds no room before the first has ended. Its stages include all that."""
     before = scrape(deployment)

@@ -21,7 +21,7 @@ VOCAB_SIZE = 1000
 
 
 class ScriptedCore:
-    """`on_submit` runs at each submit and may raise or emit; every call is put into `calls` as (name, argument)."""
+    """`on_submit` runs for each request submitted and may raise or emit; every call is put into `calls` as (name, argument)."""
 
     def __init__(self, on_submit: Callable[["ScriptedCore", ClientRequest], None] | None = None) -> None:
         self.outbox: list[tuple[Address, Message]] = []
@@ -35,10 +35,11 @@ class ScriptedCore:
         self.tick_error: Exception | None = None
         self._on_submit = on_submit
 
-    def submit(self, request: ClientRequest) -> None:
-        if self._on_submit is not None:
-            self._on_submit(self, request)
-        self.calls.put_nowait(("submit", request))
+    def submit(self, *requests: ClientRequest) -> None:
+        for request in requests:
+            if self._on_submit is not None:
+                self._on_submit(self, request)
+            self.calls.put_nowait(("submit", request))
 
     def cancel(self, request_id: str) -> None:
         self.calls.put_nowait(("cancel", request_id))
@@ -66,7 +67,7 @@ class ScriptedCore:
         self.events.append(Delivered([request_id], list(token_ids), [len(token_ids)], {request_id: logprobs} if logprobs else {}))
 
     def end(self, request_id: str, finish_reason: FinishReason | None = None, error: RequestError | None = None) -> None:
-        self.events.append(Ended(request_id, finish_reason, error, Usage(2, 1, 99), {"queue": 1e-6, "decode": 2e-6}, 1))
+        self.events.append(Ended(request_id, finish_reason, error, Usage(2, 1, 99), {"queue": 1e-6, "decode": 2e-6}, 1, "colocated"))
 
 
 def echo(core: ScriptedCore, request: ClientRequest) -> None:

@@ -63,10 +63,21 @@ def test_a_full_line_is_overloaded_but_takes_returned_requests() -> None:
     line.push(1, 0)
     line.push(2, 0)
     with pytest.raises(Overloaded, match="max_queue is 2") as caught:
-        line.check_room()
+        line.check_room(1, 5)
     assert caught.value.retry_after_s > 0
     line.push(3, 0, front=True)
     assert line.head() == 3
     line.remove(3)
     line.remove(1)
-    line.check_room()
+    line.check_room(1, 0)
+
+
+def test_several_find_room_together_or_not_at_all_and_overtake_nobody() -> None:
+    line = WaitingLine(max_queue=4)
+    line.check_room(14, 10)
+    with pytest.raises(Overloaded, match="15 answers are asked for, 10 find a place at once, 0 requests are waiting, max_queue is 4"):
+        line.check_room(15, 10)
+    line.push(1, 0)
+    line.check_room(3, 10)
+    with pytest.raises(Overloaded):
+        line.check_room(4, 10)

@@ -4,7 +4,7 @@ from protocol.messages import TokenLogprobs
 from router.buffer import Buffer
 from router.request import Ended, Usage
 
-ENDED = Ended("r", "length", None, Usage(3, 0, 4), {}, 1)
+ENDED = Ended("r", "length", None, Usage(3, 0, 4), {}, 1, "colocated")
 
 
 def test_all_that_waits_is_taken_at_once() -> None:

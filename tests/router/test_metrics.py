@@ -1,9 +1,11 @@
 """What the router exports, without engines: messages go in by hand, samples come out."""
 
 import asyncio
+import contextlib
 import socket
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,9 +14,9 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from protocol.errors import CapacityError, RequestError
+from protocol.errors import CapacityError, Overloaded, RequestError
 from protocol.histogram import Histogram
-from protocol.messages import Address, ReplicaStatus, StageSeconds
+from protocol.messages import Address, GenerateRequest, ReplicaStatus, StageSeconds
 from router.config import RouterConfig
 from router.frontdoor import FrontDoor, Model
 from router.metrics import METRICS, PREFIX, RouterCollector
@@ -42,6 +44,25 @@ class Measured(World):
 
     def value(self, name: str, **labels: str) -> float | None:
         return self.samples().get((PREFIX + name, frozenset({"model_name": "m", **labels}.items())))
+
+    def answer(self, *steps: Callable[[], None], max_tokens: int = 5) -> None:
+        """One call to its end; once an engine has it, the steps follow each other."""
+        message = pb.GenerateRequest(text="<7> <8> <9>", sampling=pb.SamplingParams(max_tokens=max_tokens))
+
+        async def read() -> None:
+            async for _ in self.door.generate(lambda: message, deadline_s=None):
+                continue
+
+        async def main() -> None:
+            reading = asyncio.create_task(read())
+            while not self.router.active():
+                await asyncio.sleep(0)
+            for step in steps:
+                step()
+                self.door.pump()
+            await reading
+
+        asyncio.run(asyncio.wait_for(main(), 30))
 
     def status(self, address: Address, *, steps: int = 0, step_s: float = 0.25, num_free: int = 90, **counters: float) -> None:
         histogram = Histogram((0.1, 1.0))
@@ -89,13 +110,20 @@ def test_every_series_names_its_model_and_the_engines_their_pool_and_replica() -
 
 def test_the_life_of_a_request_is_counted_once() -> None:
     world = Measured()
-    world.submit(max_tokens=4)
-    assert (world.value("requests_accepted_total"), world.value("accepted_prompt_tokens_total")) == (1, 3)
-    world.tokens(P, 0, [40])
-    world.clock.advance_to(0.2)
-    world.tokens(D, 0, [40, 41])
-    world.clock.advance_to(0.5)
-    world.tokens(D, 2, [42, 43], ("finished", "length"), stages=(StageSeconds(0, 1, {"decode": 0.5}, 2),))
+
+    def begins() -> None:
+        assert (world.value("requests_accepted_total"), world.value("accepted_prompt_tokens_total")) == (1, 3)
+        world.tokens(P, 0, [40])
+
+    def goes_on() -> None:
+        world.clock.advance_to(0.2)
+        world.tokens(D, 0, [40, 41])
+
+    def ends() -> None:
+        world.clock.advance_to(0.5)
+        world.tokens(D, 2, [42, 43], ("finished", "length"), stages=(StageSeconds(0, 1, {"decode": 0.5}, 2),))
+
+    world.answer(begins, goes_on, ends, max_tokens=4)
     assert (world.value("delivered_tokens_total"), world.value("repeated_tokens_total")) == (4, 1)
     assert world.value("requests_ended_total", reason="length") == 1
     assert world.value("requests_by_path_total", path="disaggregated") == 1
@@ -108,19 +136,19 @@ def test_the_life_of_a_request_is_counted_once() -> None:
 @pytest.mark.parametrize(("prefill", "sender", "path"), [(True, P, "prefill_only"), (False, D, "colocated")])
 def test_a_request_counts_where_it_really_ran(prefill: bool, sender: Address, path: str) -> None:
     world = Measured(prefill=prefill)
-    world.submit()
-    world.tokens(sender, 0, [40], ("finished", "stop"))
+    world.answer(lambda: world.tokens(sender, 0, [40], ("finished", "stop")))
     assert world.value("requests_by_path_total", path=path) == 1
     assert world.value("requests_by_path_total", path="disaggregated") == 0
 
 
 def test_a_retry_counts_as_one_and_its_gap_as_the_client_saw_it() -> None:
     world = Measured()
-    world.submit()
-    world.tokens(D, 0, [40])
-    world.tokens(D, 0, [], ("failed", None, "broken"))
-    world.clock.advance_to(2.0)
-    world.tokens(D, 1, [41], ("finished", "stop"), attempt=2)
+
+    def comes_again() -> None:
+        world.clock.advance_to(2.0)
+        world.tokens(D, 1, [41], ("finished", "stop"), attempt=2)
+
+    world.answer(lambda: world.tokens(D, 0, [40]), lambda: world.tokens(D, 0, [], ("failed", None, "broken")), comes_again)
     assert world.value("request_retries_total") == 1
     assert world.value("requests_ended_total", reason="stop") == 1
     assert (world.value("inter_token_seconds_count"), world.value("inter_token_seconds_sum")) == (1, 2.0)
@@ -201,6 +229,38 @@ def test_refusals_are_counted_by_reason(message: pb.GenerateRequest, reason: str
     asyncio.run(ask())
     assert world.value("requests_rejected_total", reason="draining") == 1
     assert world.value("requests_accepted_total") == 0
+
+
+def test_a_request_is_one_answer_whether_it_is_accepted_or_refused() -> None:
+    """Two seats, eight dispatched ahead and four that wait are fourteen."""
+    world = Measured(prefill=False, max_queue=4)
+    sampling = pb.SamplingParams(n=15, temperature=1.0, max_tokens=5)
+
+    async def ask() -> None:
+        with pytest.raises(Overloaded):
+            await anext(world.door.generate(lambda: pb.GenerateRequest(text="<1>", sampling=sampling), deadline_s=None))
+
+    asyncio.run(ask())
+    assert (world.value("requests_rejected_total", reason="queue_full"), world.value("requests_accepted_total")) == (15, 0)
+    assert world.sent(GenerateRequest) == [] and world.router.num_open == 0
+    assert sum(world.door.totals.ends.values()) == 0
+
+    async def fits() -> None:
+        sampling.n = 14
+        async with contextlib.aclosing(
+            world.door.generate(lambda: pb.GenerateRequest(text="<1>", sampling=sampling), deadline_s=None)
+        ) as answers:
+            first = asyncio.ensure_future(anext(answers))
+            while not world.router.active():
+                await asyncio.sleep(0)
+            assert (world.value("requests_accepted_total"), world.value("accepted_prompt_tokens_total")) == (14, 14)
+            world.tokens(D, 0, [40])
+            world.door.pump()
+            await first
+
+    asyncio.run(asyncio.wait_for(fits(), 30))
+    assert world.value("requests_ended_total", reason="cancelled") == sum(world.door.totals.ends.values()) == 14
+    assert world.value("requests_rejected_total", reason="queue_full") == sum(world.door.totals.refusals.values()) == 15
 
 
 def test_stages_add_up_to_the_whole() -> None:

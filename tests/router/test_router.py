@@ -1,5 +1,7 @@
 """R's table, row by row, without engines: what goes in by hand, what comes out in the outbox and the client events."""
 
+from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -358,6 +360,22 @@ def test_excess_waits_in_the_router_and_a_full_line_refuses() -> None:
     world.submit("fits again")
 
 
+def test_several_requests_are_accepted_together_or_none_is() -> None:
+    """2 seats and 8 ahead in each engine of a pair, 3 in the line; whatever is wrong with one of them."""
+    world = World(max_queue=3)
+
+    def several(*changes: dict[str, Any]) -> list[ClientRequest]:
+        fields: dict[str, Any] = {"prompt_token_ids": np.array([7, 8, 9], np.int32), "max_tokens": 5, "sampling": SamplingParams()}
+        return [ClientRequest(**{"request_id": f"r{index}", **fields, **change}) for index, change in enumerate(changes)]
+
+    for wrong, error in (([{}] * 14, Overloaded), ([{}, {"max_tokens": 0}], InvalidRequest), ([{}, {"deadline_s": 0.0}], DeadlineExceeded)):
+        with pytest.raises(error):
+            world.router.submit(*several(*wrong))
+        assert world.sent() == [] and world.router.num_open == 0 and world.router.counters["accepted"] == 0
+    world.router.submit(*several(*[{}] * 13))
+    assert (world.in_flight(), world.router.num_queued) == ({"prefill-0": 10, "decode-0": 10}, 3)
+
+
 def test_refusals_leave_nothing_behind() -> None:
     world = World()
     with pytest.raises(InvalidRequest):
@@ -421,3 +439,31 @@ def test_strict_disaggregation_refuses_what_would_fall_back() -> None:
         world.submit(max_tokens=7)
     world.submit("fits", max_tokens=6)
     assert {m.role for _, m in world.sent(GenerateRequest)} == {"prefill", "decode"}
+
+
+def test_what_says_that_it_is_ready_takes_requests_and_only_that() -> None:
+    """Whatever may be up, suspected, draining or gone, under every kind of disaggregation."""
+
+    def silence(world: World, address: Address) -> None:
+        world.clock.advance_to(5.0)
+        world.router.tick()
+
+    gone: list[Callable[[World, Address], None]] = [
+        lambda world, address: None,
+        lambda world, address: world.router.replica_down(address),
+        lambda world, address: world.router.replica_lost(address),
+        lambda world, address: world.router.drain_replica(address, 5.0),
+        lambda world, address: world.router.drain(5.0),
+        silence,
+    ]
+    for disaggregation, prefill, loss, address in product(("auto", "strict", "off"), (True, False), gone, (P, D)):
+        world = World(prefill=prefill, disaggregation=disaggregation)
+        if address == D or prefill:
+            loss(world, address)
+        ready = world.router.ready
+        try:
+            world.submit()
+        except (RequestFailed, Draining):
+            assert not ready
+        else:
+            assert ready

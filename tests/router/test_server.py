@@ -297,22 +297,6 @@ def test_several_answers_share_one_stream() -> None:
     scenario(test)
 
 
-def test_of_several_answers_all_are_accepted_or_none() -> None:
-    def on_submit(core: ScriptedCore, request: ClientRequest) -> None:
-        if request.request_id.endswith("2"):
-            raise Overloaded("full", retry_after_s=1.0)
-
-    async def test(s: Serving) -> None:
-        async with AsyncClient(s.address) as client:
-            with pytest.raises(twopass.Overloaded):
-                await client.generate_texts("<1>", n=4, temperature=1.0)
-        assert [name for name, _ in (s.core.calls.get_nowait() for _ in range(4))] == ["submit", "submit", "cancel", "cancel"]
-        assert s.door.num_open == 0
-        assert s.core.calls.empty()
-
-    scenario(test, ScriptedCore(on_submit))
-
-
 def test_the_error_of_one_answer_ends_them_all() -> None:
     async def test(s: Serving) -> None:
         async with AsyncClient(s.address) as client:

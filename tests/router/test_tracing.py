@@ -54,7 +54,7 @@ class Recorded:
 
 def answering(core: ScriptedCore, request: ClientRequest) -> None:
     core.tokens(request.request_id, 7)
-    core.events.append(Ended(request.request_id, "length", None, Usage(2, 0, 1), STAGES, 1))
+    core.events.append(Ended(request.request_id, "length", None, Usage(2, 0, 1), STAGES, 1, "disaggregated"))
 
 
 def seconds(span: ReadableSpan) -> float:
@@ -182,7 +182,7 @@ def test_spans_arrive_at_a_collector() -> None:
     with collector() as (endpoint, received):
         tracing = export_to(endpoint)
         trace = tracing.begin(TRACEPARENT)
-        trace.answered(0, Ended("a", "length", None, Usage(2, 0, 1), STAGES, 1), 0.0)
+        trace.answered(0, Ended("a", "length", None, Usage(2, 0, 1), STAGES, 1, "disaggregated"), "length", 0.0)
         trace.end("OK")
         tracing.close()
         (resource,) = received.get(timeout=30).resource_spans

@@ -69,7 +69,7 @@ def _place_evicting_newest(state: SchedulerState, budget: int) -> int:
 
 
 def _place_by_priority(state: SchedulerState, budget: int, threshold: int) -> int:
-    """priority: the worst (priority, arrival) goes, the first of equals; what it was given in this step returns to the budget."""
+    """priority: the worst (priority, arrival) goes, of equals the latest; what it was given in this step returns to the budget."""
     table, count = state.table, len(state.table)
     given = dict.fromkeys(range(count), 0)
     """Tokens by position, of those that stay, in running order."""
@@ -84,7 +84,7 @@ def _place_by_priority(state: SchedulerState, budget: int, threshold: int) -> in
                 if last is None:
                     del given[position]
                 break
-            victim = max(given, key=lambda candidate: table.running[candidate].rank[:2])
+            victim = max(given, key=lambda candidate: table.running[candidate].rank)
             preempt(state, victim)
             budget += given.pop(victim)
             if victim == position:

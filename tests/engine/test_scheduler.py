@@ -381,6 +381,18 @@ def test_waiting_makes_urgent() -> None:
         assert list(driver.step()[0]) == order
 
 
+def test_of_equals_the_latest_added_waits_longest_and_is_evicted_first() -> None:
+    driver = Driver(num_blocks=7, scheduling_policy="priority", max_num_seqs=3)
+    for index, name in enumerate(("c", "a", "b", "z", "d")):
+        driver.add(name, 7, first=index, arrival=0.0)
+    assert list(driver.step()[0]) == ["c", "a", "b"]
+    assert driver.scheduler.waiting_ids == ["z", "d"]
+    driver.step()
+    tray, events = driver.step()
+    assert (list(tray), events.preempted) == (["c", "a"], [key_of("b")])
+    assert driver.scheduler.waiting_ids == ["b", "z", "d"]
+
+
 def test_the_watermark_holds_back_admissions_while_anything_runs() -> None:
     driver = Driver(num_blocks=10, watermark=0.3)
     driver.add("a", 16)

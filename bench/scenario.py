@@ -189,9 +189,10 @@ def drawn(
 
 
 def _draw_engine(draw: random.Random) -> EngineConfig:
+    budget = draw.choice([6, 16, 40, 256])
     return EngineConfig(
-        max_num_batched_tokens=draw.choice([6, 16, 40, 256]),
-        max_num_seqs=draw.choice([2, 4, 16]),
+        max_num_batched_tokens=budget,
+        max_num_seqs=min(budget, draw.choice([2, 4, 16])),
         max_model_len=MAX_MODEL_LEN,
         block_size=4,
         num_blocks=draw.choice([26, 32, 60]),
@@ -211,7 +212,11 @@ def _draw_decode(draw: random.Random, config: EngineConfig, tight: bool) -> Engi
         num_host_blocks=draw.choice([8, 30, 60]),
         num_speculative_tokens=0 if config.async_scheduling else draw.choice([0, 2, 5]),
     )
-    return replace(config, num_blocks=draw.choice([16, 18, 22]), max_num_seqs=draw.choice([4, 16])) if tight else config
+    return (
+        replace(config, num_blocks=draw.choice([16, 18, 22]), max_num_seqs=min(config.max_num_batched_tokens, draw.choice([4, 16])))
+        if tight
+        else config
+    )
 
 
 def _draw_clients(draw: random.Random, count: int, faults: Faults, tight: bool) -> list[Client]:

@@ -243,9 +243,8 @@ def _pool_warnings(given: tuple[str, PoolConfig], pool: PoolPlan, load: Load) ->
     engine, key = given[1].engine, _key(pool.role)
     budget, seats, threshold = engine.max_num_batched_tokens, engine.max_num_seqs, engine.long_prefill_token_threshold
     prompt_blocks = ceil(load.prompt_tokens / engine.block_size)
-    if seats * (1 + engine.num_speculative_tokens) > budget:
-        drafts = f" with {engine.num_speculative_tokens} drafts each" if engine.num_speculative_tokens else ""
-        yield f"{key}.max_num_seqs: {seats} sequences{drafts} do not fit into a step of max_num_batched_tokens {budget}"
+    if (drafts := engine.num_speculative_tokens) and seats * (1 + drafts) > budget:
+        yield f"{key}.max_num_seqs: {seats} sequences with {drafts} drafts each do not fit into a step of max_num_batched_tokens {budget}"
     if pool.role != "prefill" and seats > FAR_ABOVE * pool.num_contexts:
         yield f"{key}.max_num_seqs: {seats} seats, but the blocks hold {pool.num_contexts} sequences of this load: expect preemptions"
     if threshold and (steps := ceil(load.prompt_tokens / threshold)) >= MANY_STEPS * ceil(load.prompt_tokens / budget):

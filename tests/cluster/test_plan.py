@@ -112,7 +112,6 @@ def test_a_gpu_must_be_known_and_large_enough() -> None:
 @pytest.mark.parametrize(
     ("overrides", "warning"),
     [
-        (("decode.max_num_batched_tokens=255",), "decode.max_num_seqs: 256 sequences do not fit into a step of max_num_batched_tokens 255"),
         (("decode.num_speculative_tokens=32",), "decode.max_num_seqs: 256 sequences with 32 drafts each do not fit"),
         (("decode.num_blocks=4481",), "decode.max_num_seqs: 256 seats, but the blocks hold 64 sequences"),
         (("decode.long_prefill_token_threshold=250",), "decode.long_prefill_token_threshold: 250 makes 4 steps of a prompt that takes 1"),

@@ -69,16 +69,20 @@ def place(
 
 
 @compiled_loop
-def ration(tokens: Int32, goal: Int32, computed: Int32, allowed: Int32, count: Int, threshold: Int, budget: Int) -> None:
+def ration(tokens: Int32, goal: Int32, computed: Int32, allowed: Int32, count: Int, threshold: Int, budget: Int, next_chunk: Int) -> None:
     """Writes to `allowed` how far each of the first `count` sequences may go where `budget` is not enough for all of their goals.
 
     First the one token of each that lacks, drafts aside, no more than that. Then, while any of these wants a draft, one more token each,
-    round by round in running order, for all that want more. What is left goes to prompts in running order.
+    round by round in running order, for all that want more. What is left goes to prompts in running order. Drafts also leave alone the
+    `next_chunk` tokens without which nobody new would get in, if there are as many.
     """
     for i in range(count):
         is_answer = goal[i] > computed[i] and computed[i] + 1 >= tokens[i]
         allowed[i] = computed[i] + is_answer
         budget -= is_answer
+    if next_chunk > budget:
+        next_chunk = 0
+    budget -= next_chunk
     drafting = True
     while drafting and budget > 0:
         drafting = False
@@ -87,10 +91,12 @@ def ration(tokens: Int32, goal: Int32, computed: Int32, allowed: Int32, count: I
                 allowed[i] += 1
                 budget -= 1
                 drafting |= computed[i] + 1 >= tokens[i]
+    budget += next_chunk
     for i in range(count):
-        more = min(min(goal[i] - computed[i], threshold) - (allowed[i] - computed[i]), budget)
-        allowed[i] += more
-        budget -= more
+        if computed[i] + 1 < tokens[i]:
+            more = min(min(goal[i] - computed[i], threshold) - (allowed[i] - computed[i]), budget)
+            allowed[i] += more
+            budget -= more
 
 
 @compiled_loop
@@ -292,7 +298,7 @@ def compile_all() -> None:
     arrays = plane, plane, np.zeros(NUM_COUNTS, np.int64), space
     with one_compiles(__file__):
         place(*arrays, line, line, line, line, plane, 1, line, 0, 0, 0)
-        ration(line, line, line, line, 0, 0, 0)
+        ration(line, line, line, line, 0, 0, 0, 0)
         name_filled(*arrays, line, line, line, line, line, plane, space, space, line, 0, 0, words)
         extend(plane, 0, line, 1, words)
         launch(line, line, line, line, line, line, 0, plane, sample)

@@ -1,7 +1,7 @@
 """The first part of a schedule: tokens and blocks for those that run, and who has to go when blocks lack.
 
 Everybody who writes an answer has one token in every step; `max_num_batched_tokens` is never below `max_num_seqs`. Beyond that tokens go by
-running order to prompts, but evenly to drafts (loops_sequences.py:ration). Blocks go by running order, also to drafts.
+running order to prompts, but evenly to drafts, which shut nobody out (loops_sequences.py:ration). Blocks go by running order, also to drafts.
 """
 
 import numpy as np
@@ -56,8 +56,9 @@ def _place(state: SchedulerState, goal: Int32, budget: int, threshold: int) -> i
 
 def _ration(state: SchedulerState, budget: int, threshold: int) -> Int32:
     """Goals that the budget reaches, so that nobody takes what is another's."""
-    table = state.table
-    table.loops.ration(table.tokens, table.goal, table.computed, table.allowed, len(table), threshold, budget)
+    table, head = state.table, state.line.head() if state.has_seat() else None
+    next_chunk = 0 if head is None else 1 if state.config.enable_chunked_prefill else len(head.tokens)
+    table.loops.ration(table.tokens, table.goal, table.computed, table.allowed, len(table), threshold, budget, next_chunk)
     return table.allowed
 
 

@@ -313,6 +313,28 @@ def test_drafts_and_a_prompt_share_what_the_answers_leave(budget: int, tray: lis
     assert list((dict.fromkeys([*(f"r{index}" for index in range(4)), "prompt"], 0) | engine.step()).values()) == tray
 
 
+@pytest.mark.parametrize(("chunked", "trays"), [(True, [(9, 8, 1), (7, 6, 5)]), (False, [(6, 6, 6), (6, 6, 6)])])
+def test_drafts_let_newcomers_in(chunked: bool, trays: list[tuple[int, ...]]) -> None:
+    """Two answers with 8 drafts each want the whole budget. Without chunks a prompt needs all its tokens at once."""
+    knobs = {"max_num_batched_tokens": 18, "max_num_seqs": 4, "enable_chunked_prefill": chunked}
+    engine = Engine(num_speculative_tokens=8, proposer=Guesses(right=False), **knobs)
+    engine.add_many(2, 1, 50)
+    engine.step()
+    assert engine.step() == {"r0": 9, "r1": 9}
+    engine.add("late", 6, 50)
+    assert tuple(engine.step().values()) == trays[0]
+    assert tuple(engine.step().values()) == trays[1]
+
+
+def test_a_prompt_that_does_not_fit_beside_the_answers_takes_nothing_from_drafts() -> None:
+    knobs = {"max_num_batched_tokens": 18, "max_num_seqs": 4, "enable_chunked_prefill": False}
+    engine = Engine(num_speculative_tokens=8, proposer=Guesses(right=False), **knobs)
+    engine.add_many(2, 1, 50)
+    engine.step()
+    engine.add("long", 17)
+    assert engine.step() == {"r0": 9, "r1": 9}
+
+
 def test_answers_come_before_prompts_that_run_longer() -> None:
     """Beside 5 decodes a step is filled up to 8 tokens: 3 for two prompts that alone would take 5 each."""
     engine = Engine(max_num_batched_tokens=32, max_num_seqs=8, long_prefill_token_threshold=5, cuda_graph_sizes=(8,), pad_with_prefill=True)

@@ -48,6 +48,8 @@ def test_a_threshold_and_drafts_take_their_share() -> None:
     assert (pool.steps_per_lone_prompt, pool.steps_per_prompt) == (4, 30)
     pool = colocated(30_000, 100, 200, ROOMY, "decode.num_speculative_tokens=3")
     assert pool.first_chunk_tokens == 8_192 - 200 * 4
+    # 240 decodes with 40 drafts each want 9,840: 8,192 - 240 = 7,952 shared by 241 is 32 for each
+    assert colocated(30_000, 100, 240, ROOMY, "decode.num_speculative_tokens=40").first_chunk_tokens == 32
 
 
 def test_without_chunks_a_prompt_is_one_step_or_none() -> None:

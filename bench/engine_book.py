@@ -1,4 +1,5 @@
-"""One life of an engine, counted from outside and held against its own counters: I6 (leases), I9 (who arrived sits down), I10."""
+"""One life of an engine, counted from outside and held against its own counters: I6 (leases), I9 (who arrived sits down), I10, I14 (an
+answer gets a token in every step)."""
 
 from collections import Counter
 
@@ -49,6 +50,8 @@ class EngineBook:
         """(router epoch, slot, attempt) whose first row will repeat the token that a prefill engine sampled."""
         self._router_epoch = 0
         """Newest met."""
+        self._num_seats = 0
+        """Free before the schedule."""
 
     def _violation(self, what: str) -> Violation:
         return Violation(self._seed, self._clock.now, what)
@@ -134,7 +137,8 @@ class EngineBook:
         self._counted["pulls"] += count
 
     def standing(self) -> list[Sequence]:
-        """Who has arrived and has no seat. I9: each owns what its next step needs."""
+        """Who has arrived and has no seat, before a schedule. I9: each owns what its next step needs."""
+        self._num_seats = self._replica.config.max_num_seqs - self._replica.scheduler.num_running
         standing, blocks = self._replica.scheduler.arrived, self._replica.scheduler.blocks
         for sequence in standing:
             request, num_prompt = sequence.request, len(sequence.request.prompt_token_ids)
@@ -143,19 +147,18 @@ class EngineBook:
             self._require(owned, f"I9: {request.key.request_id} arrived at {self._name} and lacks blocks")
         return standing
 
-    def check_seats(self, standing: list[Sequence], batch: Batch | None) -> None:
-        """I9: who stood before this schedule sits now, unless there is no seat or no token; and an idle engine leaves nobody standing."""
+    def check_step(self, standing: list[Sequence], batch: Batch | None) -> None:
+        """I9: of those who were `standing` before this schedule, as many sit now as seats were free; an idle engine leaves nobody standing.
+        I14: every running answer is in the batch; only the last one left may lack blocks. Whatever else the step's budget went to."""
         scheduler = self._replica.scheduler
-        arrived = scheduler.arrived
-        if not arrived:
-            return
-        if batch is None:
-            if self._replica.executing:
-                return  # put off until the step in flight has committed
-            standing = arrived
-        left = [sequence.request.key.request_id for sequence in standing if sequence in arrived]
-        room = self._replica.config.max_num_batched_tokens - (batch.num_tokens if batch is not None else 0)
-        self._require(not left or room <= 0 or not scheduler.has_seat, f"I9: {self._name} leaves {left} standing")
+        if batch is None and self._replica.executing:
+            return  # put off until the step in flight has committed
+        if scheduler.has_seat and (arrived := scheduler.arrived):
+            left = [sequence.request.key.request_id for sequence in arrived if batch is None or sequence in standing]
+            self._require(len(left) <= max(0, len(standing) - self._num_seats), f"I9: {self._name} leaves {left} standing")
+        if batch is not None and (passed_over := scheduler.passed_over):
+            alone = passed_over == scheduler.running_ids[:1]
+            self._require(alone, f"I14: a step of {self._name} gives {batch.tray()}, and {passed_over} nothing")
 
     # ---- the end
 

@@ -154,7 +154,7 @@ class Engines:
             standing = book.standing() if book is not None else []
             batch = replica.service.schedule()
             if book is not None:
-                book.check_seats(standing, batch)
+                book.check_step(standing, batch)
             if batch is None:
                 return
             if self._heap.logged:

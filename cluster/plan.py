@@ -148,7 +148,7 @@ def _pool_plan(
     num_running = 0 if role == "prefill" else min(wanted, engine.max_num_seqs, num_contexts)
     decode_tokens = min(num_running * (1 + engine.num_speculative_tokens), engine.max_num_batched_tokens)
     prompt_tokens = _prompt_tokens_per_step(role, engine, load, num_contexts, num_running)
-    first_chunk = _first_chunk(engine, load.prompt_tokens, decode_tokens, alone=False)
+    first_chunk = _first_chunk(engine, load.prompt_tokens, num_running, alone=False)
     lone_chunk = _first_chunk(engine, load.prompt_tokens, 0, alone=True)
     return PoolPlan(
         role=role,
@@ -225,11 +225,15 @@ def _chunk_cap(engine: EngineConfig, prompt_tokens: int) -> int:
     return min(prompt_tokens, engine.max_num_batched_tokens, engine.long_prefill_token_threshold or prompt_tokens)
 
 
-def _first_chunk(engine: EngineConfig, prompt_tokens: int, decode_tokens: int, *, alone: bool) -> int:
-    """Tokens of the first step of a prompt; 0: it never gets in. `alone`: nothing else runs, which lifts the threshold."""
-    room = engine.max_num_batched_tokens - decode_tokens
+def _first_chunk(engine: EngineConfig, prompt_tokens: int, num_decodes: int, *, alone: bool) -> int:
+    """Tokens of the first step of a prompt; 0: it never gets in. `alone`: nothing else runs, which lifts the threshold.
+
+    Where drafts want more than there is, a prompt gets as many as each decode beyond its one; they make room for one that is not cut.
+    """
+    room = engine.max_num_batched_tokens - num_decodes
     if not engine.enable_chunked_prefill:
         return prompt_tokens if prompt_tokens <= room else 0
+    room = max(room - num_decodes * engine.num_speculative_tokens, room // (num_decodes + 1), min(room, 1))
     return min(room, prompt_tokens if alone else _chunk_cap(engine, prompt_tokens))
 
 
@@ -243,9 +247,8 @@ def _pool_warnings(given: tuple[str, PoolConfig], pool: PoolPlan, load: Load) ->
     engine, key = given[1].engine, _key(pool.role)
     budget, seats, threshold = engine.max_num_batched_tokens, engine.max_num_seqs, engine.long_prefill_token_threshold
     prompt_blocks = ceil(load.prompt_tokens / engine.block_size)
-    if seats * (1 + engine.num_speculative_tokens) > budget:
-        drafts = f" with {engine.num_speculative_tokens} drafts each" if engine.num_speculative_tokens else ""
-        yield f"{key}.max_num_seqs: {seats} sequences{drafts} do not fit into a step of max_num_batched_tokens {budget}"
+    if (drafts := engine.num_speculative_tokens) and seats * (1 + drafts) > budget:
+        yield f"{key}.max_num_seqs: {seats} sequences with {drafts} drafts each do not fit into a step of max_num_batched_tokens {budget}"
     if pool.role != "prefill" and seats > FAR_ABOVE * pool.num_contexts:
         yield f"{key}.max_num_seqs: {seats} seats, but the blocks hold {pool.num_contexts} sequences of this load: expect preemptions"
     if threshold and (steps := ceil(load.prompt_tokens / threshold)) >= MANY_STEPS * ceil(load.prompt_tokens / budget):

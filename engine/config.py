@@ -11,7 +11,7 @@ class EngineConfig:
     """Budgets and policies of one engine's pass."""
 
     max_num_batched_tokens: int = 2048
-    """Tokens one step may compute, prompt chunks and decodes together."""
+    """Tokens one step may compute, prompt chunks and decodes together; at least one for each that may be running."""
     max_num_seqs: int = 64
     """Sequences that may be running at once."""
     max_model_len: int = 8192
@@ -67,6 +67,11 @@ class EngineConfig:
         for name in ("max_num_batched_tokens", "max_num_seqs", "block_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: {getattr(self, name)} is below 1")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens: {self.max_num_batched_tokens} is below max_num_seqs: {self.max_num_seqs}; "
+                "every running sequence needs one token of a step"
+            )
         sizes = ("num_blocks", "kv_cache_bytes", "long_prefill_token_threshold", "num_host_blocks", "swap_space_bytes")
         for name in (*sizes, "priority_aging_s", "num_speculative_tokens", "thrash_limit"):
             if getattr(self, name) < 0:

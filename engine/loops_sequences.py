@@ -20,6 +20,9 @@ Bool = npt.NDArray[np.bool_]
 Int = Any
 """A Python int, or a number out of an array."""
 
+LACKING = -1
+STARVED = -2
+
 NUM_LINES = 14
 """Of a table's `state` [NUM_LINES, seats]: the numbers of a sequence, its row first."""
 
@@ -42,7 +45,8 @@ def place(
     budget: Int,
 ) -> Int:
     """Writes to `num` the tokens of the first `count` sequences, each up to its goal and up to `threshold`, together up to `budget`,
-    and gives them the blocks for these. Returns what is left of the budget; -1 if blocks lack: then nobody got one."""
+    and gives them the blocks for these. Returns what is left of the budget; LACKING: blocks, STARVED: some would get no token for want of
+    budget. Then nobody got a block."""
     wanted = 0
     for i in range(count):
         num[i] = min(goal[i] - computed[i], threshold, budget)
@@ -50,13 +54,49 @@ def place(
         lacking = computed[i] + num[i] - capacity[i]
         if lacking > 0:
             wanted += (lacking + block_size - 1) // block_size
+    last = count - 1 if budget == 0 else -1
+    while last >= 0 and not num[last]:
+        if goal[last] > computed[last]:
+            return STARVED
+        last -= 1
     if wanted > counts[NUM_BLANK] + counts[NUM_CACHED]:
-        return -1
+        return LACKING
     for i in range(count):
         while capacity[i] < computed[i] + num[i]:
             block_tables[row[i], capacity[i] // block_size] = pop(blocks, index, counts, log)
             capacity[i] += block_size
     return budget
+
+
+@compiled_loop
+def ration(tokens: Int32, goal: Int32, computed: Int32, allowed: Int32, count: Int, threshold: Int, budget: Int, next_chunk: Int) -> None:
+    """Writes to `allowed` how far each of the first `count` sequences may go where `budget` is not enough for all of their goals.
+
+    First the one token of each that lacks, drafts aside, no more than that. Then, while any of these wants a draft, one more token each,
+    round by round in running order, for all that want more. What is left goes to prompts in running order. Drafts also leave alone the
+    `next_chunk` tokens without which nobody new would get in, if there are as many.
+    """
+    for i in range(count):
+        is_answer = goal[i] > computed[i] and computed[i] + 1 >= tokens[i]
+        allowed[i] = computed[i] + is_answer
+        budget -= is_answer
+    if next_chunk > budget:
+        next_chunk = 0
+    budget -= next_chunk
+    drafting = True
+    while drafting and budget > 0:
+        drafting = False
+        for i in range(count):
+            if budget > 0 and allowed[i] - computed[i] < min(goal[i] - computed[i], threshold):
+                allowed[i] += 1
+                budget -= 1
+                drafting |= computed[i] + 1 >= tokens[i]
+    budget += next_chunk
+    for i in range(count):
+        if computed[i] + 1 < tokens[i]:
+            more = min(min(goal[i] - computed[i], threshold) - (allowed[i] - computed[i]), budget)
+            allowed[i] += more
+            budget -= more
 
 
 @compiled_loop
@@ -258,6 +298,7 @@ def compile_all() -> None:
     arrays = plane, plane, np.zeros(NUM_COUNTS, np.int64), space
     with one_compiles(__file__):
         place(*arrays, line, line, line, line, plane, 1, line, 0, 0, 0)
+        ration(line, line, line, line, 0, 0, 0, 0)
         name_filled(*arrays, line, line, line, line, line, plane, space, space, line, 0, 0, words)
         extend(plane, 0, line, 1, words)
         launch(line, line, line, line, line, line, 0, plane, sample)

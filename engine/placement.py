@@ -1,4 +1,8 @@
-"""The first part of a schedule: tokens and blocks for those that run, and who has to go when blocks lack."""
+"""The first part of a schedule: tokens and blocks for those that run, and who has to go when blocks lack.
+
+Everybody who writes an answer has one token in every step; `max_num_batched_tokens` is never below `max_num_seqs`. Beyond that tokens go by
+running order to prompts, but evenly to drafts, which shut nobody out (loops_sequences.py:ration). Blocks go by running order, also to drafts.
+"""
 
 import numpy as np
 import numpy.typing as npt
@@ -10,13 +14,12 @@ from engine.sequence_table import NEVER
 Int32 = npt.NDArray[np.int32]
 
 
-def step_budget(state: SchedulerState) -> int:
-    """Tokens that this step may compute."""
+def step_budget(state: SchedulerState, num_promised: int) -> int:
+    """Tokens that this step may compute. `num_promised`: of them, for those that will be seated with one each."""
     config, table = state.config, state.table
     if not config.pad_with_prefill:
         return config.max_num_batched_tokens
-    count = len(table)
-    num_decodes = int(np.count_nonzero(table.goal[:count] - table.computed[:count] == 1))
+    num_decodes = int(np.count_nonzero(table.answering())) + num_promised
     sizes = [size for size in config.cuda_graph_sizes if size > num_decodes]  # above, so that prompts always move on
     return min(config.max_num_batched_tokens, sizes[0]) if num_decodes and sizes else config.max_num_batched_tokens
 
@@ -28,17 +31,35 @@ def place_running(state: SchedulerState, budget: int, *, alone: bool) -> int | N
     """
     table, config = state.table, state.config
     threshold = config.long_prefill_token_threshold if config.long_prefill_token_threshold and not alone else NEVER
-    left: int = table.loops.place(
-        *(*state.blocks.arrays, table.row, table.goal, table.computed, table.capacity, table.block_tables),
-        *(config.block_size, table.num, len(table), threshold, budget),
-    )
+    goal = table.goal if state.proposer is None else _ration(state, budget, threshold)
+    left = _place(state, goal, budget, threshold)
+    if left == table.loops.STARVED:
+        goal = _ration(state, budget, threshold)
+        left = _place(state, goal, budget, threshold)
     if left >= 0:
         return left
     if table.flights:
         return None
     if config.scheduling_policy == "priority":
-        return _place_by_priority(state, budget, threshold)
+        return _place_by_priority(state, goal, budget, threshold)
     return _place_evicting_newest(state, budget)
+
+
+def _place(state: SchedulerState, goal: Int32, budget: int, threshold: int) -> int:
+    table = state.table
+    left: int = table.loops.place(
+        *(*state.blocks.arrays, table.row, goal, table.computed, table.capacity, table.block_tables),
+        *(state.config.block_size, table.num, len(table), threshold, budget),
+    )
+    return left
+
+
+def _ration(state: SchedulerState, budget: int, threshold: int) -> Int32:
+    """Goals that the budget reaches, so that nobody takes what is another's."""
+    table, head = state.table, state.line.head() if state.has_seat() else None
+    next_chunk = 0 if head is None else 1 if state.config.enable_chunked_prefill else len(head.tokens)
+    table.loops.ration(table.tokens, table.goal, table.computed, table.allowed, len(table), threshold, budget, next_chunk)
+    return table.allowed
 
 
 def _place_evicting_newest(state: SchedulerState, budget: int) -> int:
@@ -68,15 +89,15 @@ def _place_evicting_newest(state: SchedulerState, budget: int) -> int:
     return budget - int(num[:end].sum())
 
 
-def _place_by_priority(state: SchedulerState, budget: int, threshold: int) -> int:
-    """priority: the worst (priority, arrival) goes, the first of equals; what it was given in this step returns to the budget."""
+def _place_by_priority(state: SchedulerState, goal: Int32, budget: int, threshold: int) -> int:
+    """priority: the worst (priority, arrival) goes, of equals the latest; what it was given in this step returns to the budget."""
     table, count = state.table, len(state.table)
     given = dict.fromkeys(range(count), 0)
     """Tokens by position, of those that stay, in running order."""
     for position in range(count):
         if position not in given:
             continue
-        num = min(int(table.goal[position] - table.computed[position]), threshold, budget)
+        num = min(int(goal[position] - table.computed[position]), threshold, budget)
         while num > 0 and _want(state, position, num) > state.blocks.num_free:
             if len(given) == 1:
                 last = _place_last(state, position, num)
@@ -84,7 +105,7 @@ def _place_by_priority(state: SchedulerState, budget: int, threshold: int) -> in
                 if last is None:
                     del given[position]
                 break
-            victim = max(given, key=lambda candidate: table.running[candidate].rank[:2])
+            victim = max(given, key=lambda candidate: table.running[candidate].rank)
             preempt(state, victim)
             budget += given.pop(victim)
             if victim == position:

@@ -107,19 +107,19 @@ def _records(trace: dict[str, Any]) -> Iterator[Record]:
     scheduler = Scheduler(config_of(trace), num_blocks=trace["num_blocks"], proposer=model)
     keys = {request["id"]: RequestKey(1, request["id"], 1) for request in trace["requests"]}
     live: set[str] = set()
-    num_to_come, step = len(keys), 0
+    num_added = step = 0
     shown: dict[str, list[str]] = {"running": [], "waiting": []}
-    while live or num_to_come:
+    while live or num_added < len(keys):
         asked = [request["id"] for request in trace["requests"] if request.get("abort_step") == step]
         aborted = [request_id for request_id in asked if request_id in live]
         for request_id in aborted:
             scheduler.abort(keys[request_id])
             live.discard(request_id)
         arrived = [request for request in trace["requests"] if request["arrival_step"] == step]
-        for slot, request in enumerate(arrived):
-            scheduler.add(_request(request, keys[request["id"]], slot))
+        for request in arrived:
+            scheduler.add(_request(request, keys[request["id"]], num_added))
             live.add(request["id"])
-        num_to_come -= len(arrived)
+            num_added += 1
         record: Record = {"t": step}
         if live:
             _fill(record, "arrived", [request["id"] for request in arrived])
@@ -132,15 +132,16 @@ def _records(trace: dict[str, Any]) -> Iterator[Record]:
         step += 1
 
 
-def _request(request: dict[str, Any], key: RequestKey, slot: int) -> Request:
+def _request(request: dict[str, Any], key: RequestKey, num_before: int) -> Request:
+    """`num_before`: requests added before it. No two arrive at once: those of one step arrive in the order of the list."""
     return Request(
         key=key,
-        slot=slot,
+        slot=num_before,
         prompt_token_ids=prompt_tokens(request["prompt"]),
         max_tokens=request["max_tokens"],
         sampling=SamplingParams(ignore_eos=True),
         priority=request.get("priority", 0),
-        arrival=float(request["arrival_step"]),
+        arrival=float(num_before),
     )
 
 

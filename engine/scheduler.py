@@ -3,8 +3,9 @@
 A sequence has `tokens` known and `computed` done; each step closes some of that gap. One step:
 
  1. `schedule`: running sequences in admission order (placement.py), then arrived ones, whose KV came from elsewhere, then the waiting
-    line (admission.py), under one budget of tokens. A running one that finds no block evicts another; a step that evicted admits
-    nobody from the line. How the evicted one gets its KV back: preemption.py.
+    line (admission.py), under one budget of tokens, in which each running answer and each arrived one with a seat has one for sure. A
+    running one that finds no block evicts another; a step that evicted admits nobody from the line. How the evicted one gets its KV back:
+    preemption.py.
  2. The runner executes the batch. Meanwhile `schedule` may be called once more: tokens still being sampled are placeholders.
  3. `commit`: sampled tokens become known; sequences that are complete leave and free their blocks (results.py).
 
@@ -144,6 +145,16 @@ class Scheduler:
         return self._state.has_seat()
 
     @property
+    def passed_over(self) -> list[str]:
+        """Running answers without a token in the newest step in flight. For checks, right after `schedule`."""
+        table = self._state.table
+        if not table.flights or len(table.flights[-1].positions) == len(table):
+            return []
+        answering = table.answering()
+        answering[table.flights[-1].positions] = False
+        return [table.request_ids[position] for position in answering.nonzero()[0].tolist()]
+
+    @property
     def waiting_ids(self) -> list[str]:
         """The line, head first."""
         return [sequence.request.key.request_id for sequence in self._state.line.in_order()]
@@ -260,12 +271,13 @@ class Scheduler:
             return None  # blocks that are still to be copied out look free: a pull into one could not wait for the copy
         alone = len(table) + len(state.line) + len(state.arrived) == 1
         num_preempted = len(state.events.preempted)
-        budget = place_running(state, step_budget(state), alone=alone)
+        num_promised = min(len(state.arrived), self.config.max_num_seqs - len(table)) if state.arrived else 0
+        budget = place_running(state, step_budget(state, num_promised) - num_promised, alone=alone)
         if budget is None:
             return None
         state.name_filled(0, len(table))
         if state.arrived:
-            budget = seat_arrived(state, budget)
+            budget = seat_arrived(state, budget + num_promised)
         preempted = len(state.events.preempted) > num_preempted
         if state.thrash is not None:
             state.thrash.adapt(len(table), preempted=preempted)

@@ -49,7 +49,8 @@ class Request:
 
 
 Stage = Literal["unoffered", "waiting", "reserved", "arrived", "running"]
-Rank = tuple[float, float, str]
+Rank = tuple[float, float, int]
+"""Total: the last of the three is a count."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -66,7 +67,7 @@ class Sequence:
     stage: Stage
     limit: int
     """Known tokens at which the answer is complete: LENGTH."""
-    rank: Rank = (0.0, 0.0, "")
+    rank: Rank = (0.0, 0.0, 0)
     """Place in the line: lowest first."""
     tokens: npt.NDArray[np.int32]
     """Known tokens while it is not running."""

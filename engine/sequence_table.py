@@ -21,6 +21,7 @@ from protocol.errors import ProtocolError
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
+Bool = npt.NDArray[np.bool_]
 
 NEVER = np.iinfo(np.int32).max
 
@@ -67,6 +68,8 @@ class SequenceTable:
         self.edge, self.chained, self.base, self.attempt, self.fresh, self.ignore_eos, self.offer = self._state[7:]
         self.num: Int32 = np.zeros(max_num_seqs, np.int32)
         """Tokens that the step being scheduled gives to each; per position."""
+        self.allowed: Int32 = np.zeros(max_num_seqs, np.int32)
+        """What the step's budget leaves of each goal, where that had to be asked; per position."""
         self.no_stops: Int32 = np.full(max_num_seqs, NEVER, np.int32)
         """For batches in which nobody has stop tokens of his own. Never written to."""
         self.slot: Int64 = np.zeros(max_num_seqs, np.int64)
@@ -125,6 +128,13 @@ class SequenceTable:
             chain[:num_known] = sequence.chain
             self.loops.extend(chain, num_known, sequence.tokens, self.block_size, self.words)
             sequence.chain = chain
+
+    def answering(self) -> Bool:
+        """bool [len]: who lacks one token, drafts aside: he writes an answer, or has the last token of a prompt to go."""
+        count = len(self)
+        goal, computed = self.goal[:count], self.computed[:count]
+        answering: Bool = (goal > computed) & (computed + 1 >= self.tokens[:count])
+        return answering
 
     def append_blocks(self, position: int, blocks: Int32) -> None:
         row, have = self.row[position], self.capacity[position] // self.block_size

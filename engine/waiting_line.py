@@ -7,7 +7,8 @@ from engine.sequence import Rank, Sequence
 
 
 class WaitingLine:
-    """fcfs: by the order of `rank_of` calls, preempted ones before all others. priority: lowest (priority, arrival, id) first.
+    """fcfs: by the order of `rank_of` calls, preempted ones before all others. priority: lowest (priority, arrival) first, equals in the
+    order of these calls.
 
     `priority_aging_s`: seconds of waiting that are worth one unit of priority; 0: none. Since everybody ages alike, the order of
     priority - waited / aging never changes while waiting, and `priority + arrival / aging` stands for it.
@@ -16,7 +17,7 @@ class WaitingLine:
     def __init__(self, policy: Literal["fcfs", "priority"], priority_aging_s: float) -> None:
         self._by_priority = policy == "priority"
         self._aging_s = priority_aging_s
-        self._heap: list[tuple[Rank, int, Sequence]] = []
+        self._heap: list[tuple[Rank, Sequence]] = []
         self._num_ranked = 0
         self._num_preempted = 0
 
@@ -24,37 +25,37 @@ class WaitingLine:
         return len(self._heap)
 
     def rank_of(self, sequence: Sequence) -> Rank:
-        """The place of a newcomer; also what chooses victims in priority mode."""
+        """The place of a newcomer, no two alike; also what chooses victims in priority mode."""
         self._num_ranked += 1
         if not self._by_priority:
-            return (float(self._num_ranked), 0.0, "")
+            return (float(self._num_ranked), 0.0, 0)
         request = sequence.request
         urgency = request.priority + (request.arrival / self._aging_s if self._aging_s else 0.0)
-        return (urgency, request.arrival, request.key.request_id)
+        return (urgency, request.arrival, self._num_ranked)
 
     def push(self, sequence: Sequence) -> None:
         """Joins at its rank."""
         sequence.stage = "waiting"
-        heapq.heappush(self._heap, (sequence.rank, id(sequence), sequence))
+        heapq.heappush(self._heap, (sequence.rank, sequence))
 
     def push_preempted(self, sequence: Sequence) -> None:
         """Joins before everybody (fcfs) or at its rank (priority)."""
         if not self._by_priority:
             self._num_preempted += 1
-            sequence.rank = (-float(self._num_preempted), 0.0, "")
+            sequence.rank = (-float(self._num_preempted), 0.0, 0)
         self.push(sequence)
 
     def head(self) -> Sequence | None:
-        return self._heap[0][2] if self._heap else None
+        return self._heap[0][1] if self._heap else None
 
     def pop(self) -> Sequence:
-        return heapq.heappop(self._heap)[2]
+        return heapq.heappop(self._heap)[1]
 
     def discard(self, sequence: Sequence) -> None:
         """Leaves from anywhere in the line."""
-        self._heap = [entry for entry in self._heap if entry[2] is not sequence]
+        self._heap = [entry for entry in self._heap if entry[1] is not sequence]
         heapq.heapify(self._heap)
 
     def in_order(self) -> list[Sequence]:
         """Everybody, head first."""
-        return [entry[2] for entry in sorted(self._heap, key=lambda entry: entry[:2])]
+        return [sequence for _, sequence in sorted(self._heap)]

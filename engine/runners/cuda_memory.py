@@ -55,7 +55,7 @@ def profiled_blocks(model: LlamaModel, config: EngineConfig) -> int:
 
 def largest_batch(config: EngineConfig) -> Batch:
     """As many tokens and sequences as a step may have; all of them sample, in every way and after drafts. All in block 1."""
-    num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
+    num_seqs = config.max_num_seqs
     scheduled = np.full(num_seqs, config.max_num_batched_tokens // num_seqs, np.int32)
     scheduled[: config.max_num_batched_tokens % num_seqs] += 1
     scheduled = np.minimum(scheduled, config.max_model_len)

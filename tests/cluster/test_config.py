@@ -51,6 +51,8 @@ def test_prefill_always_holds_and_decode_checks() -> None:
         ("decode.max_num_seqs=many", r"decode\.max_num_seqs: 'many' is not allowed"),
         ("decode.max_num_seqs=true", r"decode\.max_num_seqs: True is not allowed"),
         ("decode.max_num_seqs=0", r"decode\.max_num_seqs: 0 is below 1"),
+        ("decode.max_num_batched_tokens=63", r"decode\.max_num_batched_tokens: 63 is below max_num_seqs: 64"),
+        ("prefill.max_num_seqs=2049", r"prefill\.max_num_batched_tokens: 2048 is below max_num_seqs: 2049"),
         ("decode.watermark=1.5", r"decode\.watermark: 1\.5"),
         ("decode.replicas=0", r"decode\.replicas: 0 is below 1"),
         ("prefill.replicas=-1", r"prefill\.replicas: -1 is below 0"),

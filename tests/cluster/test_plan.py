@@ -48,6 +48,8 @@ def test_a_threshold_and_drafts_take_their_share() -> None:
     assert (pool.steps_per_lone_prompt, pool.steps_per_prompt) == (4, 30)
     pool = colocated(30_000, 100, 200, ROOMY, "decode.num_speculative_tokens=3")
     assert pool.first_chunk_tokens == 8_192 - 200 * 4
+    # 240 decodes with 40 drafts each want 9,840: 8,192 - 240 = 7,952 shared by 241 is 32 for each
+    assert colocated(30_000, 100, 240, ROOMY, "decode.num_speculative_tokens=40").first_chunk_tokens == 32
 
 
 def test_without_chunks_a_prompt_is_one_step_or_none() -> None:
@@ -112,7 +114,6 @@ def test_a_gpu_must_be_known_and_large_enough() -> None:
 @pytest.mark.parametrize(
     ("overrides", "warning"),
     [
-        (("decode.max_num_batched_tokens=255",), "decode.max_num_seqs: 256 sequences do not fit into a step of max_num_batched_tokens 255"),
         (("decode.num_speculative_tokens=32",), "decode.max_num_seqs: 256 sequences with 32 drafts each do not fit"),
         (("decode.num_blocks=4481",), "decode.max_num_seqs: 256 seats, but the blocks hold 64 sequences"),
         (("decode.long_prefill_token_threshold=250",), "decode.long_prefill_token_threshold: 250 makes 4 steps of a prompt that takes 1"),

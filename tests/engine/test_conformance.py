@@ -18,4 +18,4 @@ def test_same_decisions_as_recorded(path: Path) -> None:
 
 
 def test_all_traces_are_here() -> None:
-    assert len(TRACES) == 23
+    assert len(TRACES) == 24

@@ -88,7 +88,13 @@ class Cell:
 
 @contextmanager
 def cell(prefix: str, *overrides: str) -> Iterator[Cell]:
-    knobs = ["prefill.block_size=4", "decode.block_size=4", "prefill.num_blocks=64", "prefill.max_num_batched_tokens=16"]
+    knobs = [
+        "prefill.block_size=4",
+        "decode.block_size=4",
+        "prefill.num_blocks=64",
+        "prefill.max_num_batched_tokens=16",
+        "prefill.max_num_seqs=16",
+    ]
     config = load(None, ["runner=arithmetic", *knobs, *overrides])
     inbox: queue.SimpleQueue[Envelope] = queue.SimpleQueue()
     loops: dict[Address, EngineLoop] = {}

@@ -289,3 +289,57 @@ def test_num_speculative_tokens_saves_steps_when_right_and_eats_budget_when_wron
         num_steps[name] = engine.run() + 2
     assert num_steps["right"] < num_steps["off"] < num_steps["wrong"] + 1
     assert prompt_tokens == {"off": 256 - 32, "right": 256 - 5 * 32, "wrong": 256 - 5 * 32}
+
+
+@pytest.mark.parametrize(("budget", "tokens"), [(512, [8] * 64), (500, [8] * 52 + [7] * 12), (64, [1] * 64)])
+def test_everybody_has_a_token_before_anybody_has_a_draft(budget: int, tokens: list[int]) -> None:
+    """64 answers of 71 tokens with 8 wrong drafts each: 576 tokens wanted. 500 = 64 + 6 x 64 + 52."""
+    engine = Engine(max_num_batched_tokens=budget, max_num_seqs=64, num_speculative_tokens=8, proposer=Guesses(right=False))
+    engine.add_many(64, 1, 71)
+    assert list(engine.step().values()) == [1] * 64
+    for _ in range(62):
+        assert list(engine.step().values()) == tokens
+    engine.run()
+    assert engine.num_steps == 71
+
+
+@pytest.mark.parametrize(("budget", "tray"), [(20, [5, 4, 4, 4, 3]), (45, [9, 9, 9, 9, 9]), (60, [9, 9, 9, 9, 24]), (5, [2, 1, 1, 1, 0])])
+def test_drafts_and_a_prompt_share_what_the_answers_leave(budget: int, tray: list[int]) -> None:
+    """One token for each of 4 answers, then one more for everybody, round by round; what 8 drafts each leave is the prompt's."""
+    engine = Engine(max_num_batched_tokens=budget, max_num_seqs=5, num_speculative_tokens=8, proposer=Guesses(right=False))
+    engine.add_many(4, 1, 50)
+    engine.add("prompt", 300)
+    assert list(engine.step().values()) == [1, 1, 1, 1, budget - 4]
+    assert list((dict.fromkeys([*(f"r{index}" for index in range(4)), "prompt"], 0) | engine.step()).values()) == tray
+
+
+@pytest.mark.parametrize(("chunked", "trays"), [(True, [(9, 8, 1), (7, 6, 5)]), (False, [(6, 6, 6), (6, 6, 6)])])
+def test_drafts_let_newcomers_in(chunked: bool, trays: list[tuple[int, ...]]) -> None:
+    """Two answers with 8 drafts each want the whole budget. Without chunks a prompt needs all its tokens at once."""
+    knobs = {"max_num_batched_tokens": 18, "max_num_seqs": 4, "enable_chunked_prefill": chunked}
+    engine = Engine(num_speculative_tokens=8, proposer=Guesses(right=False), **knobs)
+    engine.add_many(2, 1, 50)
+    engine.step()
+    assert engine.step() == {"r0": 9, "r1": 9}
+    engine.add("late", 6, 50)
+    assert tuple(engine.step().values()) == trays[0]
+    assert tuple(engine.step().values()) == trays[1]
+
+
+def test_a_prompt_that_does_not_fit_beside_the_answers_takes_nothing_from_drafts() -> None:
+    knobs = {"max_num_batched_tokens": 18, "max_num_seqs": 4, "enable_chunked_prefill": False}
+    engine = Engine(num_speculative_tokens=8, proposer=Guesses(right=False), **knobs)
+    engine.add_many(2, 1, 50)
+    engine.step()
+    engine.add("long", 17)
+    assert engine.step() == {"r0": 9, "r1": 9}
+
+
+def test_answers_come_before_prompts_that_run_longer() -> None:
+    """Beside 5 decodes a step is filled up to 8 tokens: 3 for two prompts that alone would take 5 each."""
+    engine = Engine(max_num_batched_tokens=32, max_num_seqs=8, long_prefill_token_threshold=5, cuda_graph_sizes=(8,), pad_with_prefill=True)
+    engine.add("first", 20)
+    engine.add("second", 20)
+    engine.add_many(5, 3, 50)
+    assert engine.step() == {"first": 5, "second": 5} | {f"r{index}": 3 for index in range(5)}
+    assert engine.step() == {"first": 2, "second": 1} | {f"r{index}": 1 for index in range(5)}

@@ -41,7 +41,7 @@ def test_no_step_waits_for_a_compiler() -> None:
     blocks, sequences = engine.scheduler.blocks.loops, engine.scheduler._state.table.loops
     for loop in (blocks.take, blocks.release, blocks.free_kept, blocks.count_free, blocks.find, blocks.name, blocks.forget):
         assert len(loop.signatures) == 1, loop
-    for loop in (sequences.place, sequences.name_filled, sequences.launch, sequences.append):
+    for loop in (sequences.place, sequences.ration, sequences.name_filled, sequences.launch, sequences.append):
         assert len(loop.signatures) == 1, loop
     for loop in (sequences.extend, sequences.enter, sequences.close_gaps, sequences.follow):
         assert len(loop.signatures) == 1, loop

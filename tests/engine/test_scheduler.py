@@ -370,6 +370,27 @@ def test_an_output_for_other_sequences_is_an_error() -> None:
         driver.scheduler.commit(StepOutput(token_ids=np.zeros((0, 1), np.int32), counts=np.zeros(0, np.int32)))
 
 
+@pytest.mark.parametrize(("num_drafts", "shares"), [(0, (6, 1, 1)), (2, (2, 3, 3)), (1, (4, 2, 2))])
+def test_who_arrives_sits_down_before_a_running_prompt_goes_on(num_drafts: int, shares: tuple[int, ...]) -> None:
+    """And keeps its token in every step, though it runs behind the prompt."""
+    driver = Driver(max_num_batched_tokens=8, max_num_seqs=3, num_speculative_tokens=num_drafts)
+    driver.add("prompt", 40)
+    for index, name in enumerate("abc"):
+        prompt = driver.add(name, 3, 9, kv="remote", first=index + 1).prompt_token_ids.tolist()
+        driver.model.answers[key_of(name)] = answer_of(prompt, 9, max_model_len=64, stops=frozenset())
+        driver.model.num_prompt[key_of(name)] = 3
+        driver.scheduler.offer(key_of(name))
+    tray, events = driver.step()
+    assert tray == {"prompt": 8}
+    for reserved in events.reserved:
+        index = "abc".index(reserved.key.request_id)
+        driver.model.receive(reserved.block_ids, [index + 1, index + 2, index + 3], 0)
+        driver.scheduler.arrive(reserved.key, driver.model.answers[reserved.key][0])
+    assert driver.step()[0] == {"prompt": 6, "a": 1, "b": 1}
+    assert driver.step()[0] == dict(zip(("prompt", "a", "b"), shares, strict=True))
+    assert [sequence.request.key.request_id for sequence in driver.scheduler.arrived] == ["c"]
+
+
 # ---- knobs
 
 
@@ -379,6 +400,18 @@ def test_waiting_makes_urgent() -> None:
         driver.add("old", 4, priority=3, arrival=0.0)
         driver.add("urgent", 4, priority=0, arrival=31.0)
         assert list(driver.step()[0]) == order
+
+
+def test_of_equals_the_latest_added_waits_longest_and_is_evicted_first() -> None:
+    driver = Driver(num_blocks=7, scheduling_policy="priority", max_num_seqs=3)
+    for index, name in enumerate(("c", "a", "b", "z", "d")):
+        driver.add(name, 7, first=index, arrival=0.0)
+    assert list(driver.step()[0]) == ["c", "a", "b"]
+    assert driver.scheduler.waiting_ids == ["z", "d"]
+    driver.step()
+    tray, events = driver.step()
+    assert (list(tray), events.preempted) == (["c", "a"], [key_of("b")])
+    assert driver.scheduler.waiting_ids == ["b", "z", "d"]
 
 
 def test_the_watermark_holds_back_admissions_while_anything_runs() -> None:

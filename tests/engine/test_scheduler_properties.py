@@ -31,9 +31,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         depth = draw(st.sampled_from([1, 2]), "depth")
         spec = draw(st.sampled_from([0, 0, 3]), "num_speculative_tokens") if depth == 1 and not self.offers else 0
         self.depth = depth
+        budget = draw(st.sampled_from([3, 7, 16, 64]), "budget")
+        sizes = draw(st.sampled_from([(), (), (1, 2, 4), (8,)]), "cuda_graph_sizes")
         self.config = EngineConfig(
-            max_num_batched_tokens=draw(st.sampled_from([3, 7, 16, 64]), "budget"),
-            max_num_seqs=draw(st.sampled_from([1, 2, 4, 8]), "seqs"),
+            max_num_batched_tokens=budget,
+            max_num_seqs=min(budget, draw(st.sampled_from([1, 2, 4, 8]), "seqs")),
+            cuda_graph_sizes=sizes,
+            pad_with_prefill=bool(sizes),
             max_model_len=draw(st.sampled_from([24, 40]), "max_model_len"),
             block_size=draw(st.sampled_from([1, 2, 4]), "block_size"),
             enable_chunked_prefill=draw(st.booleans(), "chunked"),
@@ -158,6 +162,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.clock.now += 0.3
         preempted_before = self.scheduler.num_running
+        wanted, num_arrived, num_seats = self._wanted_drafts(), len(self.scheduler.arrived), self._num_seats()
         batch = self.scheduler.schedule()
         events = self.scheduler.take_events()
         assert not events.preempted or not self.batches
@@ -178,6 +183,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(batch.rows) <= self.config.max_num_seqs
         assert len(set(batch.rows.tolist())) == len(batch.rows)
         assert (batch.num_scheduled > 0).all()
+        self._check_shares(batch, wanted)
+        assert len(self.scheduler.arrived) <= max(0, num_arrived - num_seats), "who arrived stands beside a free seat"
         self.batches.append(batch)
         size, tables = self.config.block_size, batch.block_tables
         ends = (batch.num_computed + batch.num_scheduled).tolist()
@@ -185,6 +192,31 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.written.append({block for row, start, end in chunks for block in tables[row, start // size : -(-end // size)].tolist()})
         if batch.swap_in is not None:
             self.written[-1].update(batch.swap_in[:, 1].tolist())
+
+    def _num_seats(self) -> int:
+        table = self.scheduler._state.table
+        return min(self.config.max_num_seqs - len(table), len(table._free_rows))
+
+    def _wanted_drafts(self) -> dict[str, int]:
+        """Of running answers."""
+        state = self.scheduler._state
+        table, count = state.table, len(state.table)
+        alone = count + len(state.line) + len(state.arrived) == 1
+        most = (not alone and self.config.long_prefill_token_threshold) or 1000
+        wants = np.minimum(table.goal[:count] - table.computed[:count], most) - 1
+        return {table.request_ids[position]: int(wants[position]) for position in table.answering().nonzero()[0]}
+
+    def _check_shares(self, batch: Batch, wanted: dict[str, int]) -> None:
+        """Every running answer has its token, except the last one left, where blocks lack; drafts differ by one, or there were no more."""
+        running, passed_over = self.scheduler.running_ids, self.scheduler.passed_over
+        assert passed_over in ([], running[:1]), "an answer got no token"
+        assert not passed_over or wanted.keys().isdisjoint(batch.request_ids)
+        if batch.num_drafts is None:
+            return
+        given = dict(zip(batch.request_ids, batch.num_drafts.tolist(), strict=True))
+        short = [num for request_id, num in given.items() if num < wanted.get(request_id, 0)]
+        if short and len(given) > 1:
+            assert max(given.values()) <= min(short) + 1, "drafts are uneven"
 
     @precondition(lambda self: self.batches)
     @rule()

@@ -109,7 +109,7 @@ def test_drafts_count_when_scheduled_and_when_the_model_confirms_them() -> None:
         num_drafts=np.array([3, 0], np.int32),
     )
     output = StepOutput(token_ids=shared, counts=np.array([3, 0], np.int32), seconds=0.5)
-    StepCounts(counters, EngineConfig(max_num_batched_tokens=16)).committed(batch, output)
+    StepCounts(counters, EngineConfig(max_num_batched_tokens=16, max_num_seqs=2)).committed(batch, output)
     assert {name: value for name, value in counters.items() if value} == {
         "steps": 1,
         "step_seconds": 0.5,

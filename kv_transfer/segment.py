@@ -166,6 +166,8 @@ def _create_locked(path: Path) -> int:
             continue
         except FileNotFoundError:
             raise CapacityError(f"{path.parent} does not exist: this machine has no POSIX shared memory") from None
+        except OSError as error:
+            raise CapacityError(f"{path.parent}: {error.strerror}; KV caches lie there, in POSIX shared memory") from None
         fcntl.flock(fd, fcntl.LOCK_EX)
         if _is_at(fd, path):
             return fd

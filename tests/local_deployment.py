@@ -20,9 +20,9 @@ from protocol.messages import ROUTER_ID, Address, Envelope, SamplingParams
 from router.admission import ClientRequest
 from router.request import Delivered, Ended
 from router.router import Router
+from tests.hang import HANG_S
 
 PREFIX = "twopass-test-local-"
-TIMEOUT_S = 100.0
 TICK_S = 0.05
 
 
@@ -50,7 +50,7 @@ class LocalDeployment:
             loop.start()
             self._resources.callback(loop.stop)
             self.router.replica_started(address)
-        until = time.monotonic() + TIMEOUT_S
+        until = time.monotonic() + HANG_S
         while len(list(self.router.replicas())) < len(self.loops):
             self._pump(until)
         return self
@@ -58,7 +58,7 @@ class LocalDeployment:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
             if error is None:
-                assert all(loop.wait_idle(TIMEOUT_S) for loop in self.loops.values())
+                assert all(loop.wait_idle(HANG_S) for loop in self.loops.values())
                 assert not any(replica.in_flight for replica in self.router.replicas())
         finally:
             self._resources.close()
@@ -71,7 +71,7 @@ class LocalDeployment:
         for request in requests:
             answers[request.request_id] = []
             self.router.submit(request)
-        until = time.monotonic() + TIMEOUT_S
+        until = time.monotonic() + HANG_S
         while len(ended) < len(answers):
             self._pump(until)
             for event in self.router.events:

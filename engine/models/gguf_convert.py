@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from gguf import GGUFReader, ReaderTensor
 from gguf.quants import dequantize
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -34,7 +35,8 @@ TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "o
 def convert_gguf(gguf_file: Path, model_dir: Path, progress: Callable[[str], None]) -> None:
     """Writes the directory's files into `model_dir`, which must exist. Weights are dequantised, then rounded to bf16.
 
-    Raises ModelError if the file is no GGUF file, no Llama, or has another tokenizer than a byte-level BPE of the kind "smollm".
+    Raises ModelError if the file is no GGUF file, no Llama, or has another tokenizer than a byte-level BPE of the kind "smollm"; OSError
+    if the directory cannot be written.
     """
     try:
         reader = GGUFReader(gguf_file)
@@ -49,11 +51,14 @@ def convert_gguf(gguf_file: Path, model_dir: Path, progress: Callable[[str], Non
     eos, pad, bos = (metadata[f"tokenizer.ggml.{name}_token_id"] for name in ("eos", "padding", "bos"))
     _write_json(model_dir / "generation_config.json", {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad})
     _write_json(model_dir / "tokenizer_config.json", _tokenizer_config(metadata))
-    _tokenizer(metadata).save(str(model_dir / "tokenizer.json"))
+    (model_dir / "tokenizer.json").write_text(_tokenizer(metadata).to_str(pretty=True), encoding="utf-8")
     num_heads, num_kv_heads = metadata["llama.attention.head_count"], metadata["llama.attention.head_count_kv"]
     progress(f"dequantising {len(reader.tensors)} tensors")
     tensors = {_name(tensor.name): _weight(tensor, num_heads, num_kv_heads) for tensor in reader.tensors}
-    save_file(tensors, model_dir / "model.safetensors", metadata={"format": "pt"})
+    try:
+        save_file(tensors, model_dir / "model.safetensors", metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"model.safetensors: {error}") from None
 
 
 def _config(metadata: dict[str, Any], tied: bool) -> dict[str, Any]:

@@ -6,9 +6,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from bench.soak import MAX_GROWTH_BYTES, Capacity, Report
+from tests.hang import HANG_S
 
 START = Capacity(
     free_blocks={"prefill-0": 99, "decode-0": 99},
@@ -33,10 +32,9 @@ def test_a_lost_block_much_memory_and_a_death_are_problems() -> None:
     assert problems(replace(START, pids=START.pids | {"decode-0": 4})) == ["decode-0 has died"]
 
 
-@pytest.mark.timeout(300)  # Ray starts in seconds alone, in a minute on a busy machine
 def test_a_fifth_of_a_minute() -> None:
     command = [sys.executable, "-m", "bench.soak", "--minutes", "0.2", "--json"]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert set(report["answers"]) == {"complete", "cancelled"}

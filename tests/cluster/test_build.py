@@ -27,6 +27,7 @@ from protocol.messages import (
     SamplingParams,
     StepTokens,
 )
+from tests.hang import HANG_S
 
 ROUTER, PREFILL, DECODE = Address(ROUTER_ID, 1), Address("prefill-0", 2), Address("decode-0", 3)
 PREFIX = "twopass-test-build-"
@@ -56,7 +57,7 @@ class Wire:
 
     def hear(self, kind: type[Message]) -> Message:
         """The next message of a kind; others are skipped."""
-        while not isinstance(message := self.inbox.get(timeout=30), kind):
+        while not isinstance(message := self.inbox.get(timeout=HANG_S), kind):
             continue
         return message
 

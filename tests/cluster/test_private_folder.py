@@ -1,14 +1,18 @@
 """What a killed supervisor left is removed by the next one; what a live one uses is not."""
 
+import errno
 import fcntl
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from cluster import ray_handles
 from cluster.ray_handles import PrivateFolder
+from protocol.errors import StartupError
 
 
 @pytest.fixture
@@ -53,3 +57,20 @@ def test_other_folders_are_not_ours(tmp_path: Path) -> None:
     (tmp_path / "twopass-99999999-file").touch()
     PrivateFolder.create(tmp_path).remove()
     assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def mkdtemp(**_: object) -> str:
+        raise OSError(errno.EROFS, "Read-only file system", "/tmp/twopass-1-a")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
+    with pytest.raises(StartupError) as raised:
+        PrivateFolder.create(tmp_path)
+    assert str(raised.value) == f"{tmp_path}: Read-only file system; a private Ray keeps its sockets and logs there"
+
+
+def test_so_is_shared_memory_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_handles, "_SHARED_MEMORY", tmp_path / "none")
+    with pytest.raises(StartupError, match="none: cannot be written; Ray's object store and the KV caches lie there"):
+        PrivateFolder.create(tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.hang import HANG_S
+
 DEPLOY = Path(__file__).parents[2] / "deploy"
 ALERT = r"^(.*) (==|>|<) ([0-9.]+)$"
 """Every alert ends in its threshold."""
@@ -69,7 +71,7 @@ class Prometheus:
         """Values of all series now, NaN ones left out; empty also while the server is starting."""
         url = f"http://127.0.0.1:{self._port}/api/v1/query?{urllib.parse.urlencode({'query': expression})}"
         try:
-            with urllib.request.urlopen(url, timeout=30) as response:
+            with urllib.request.urlopen(url, timeout=HANG_S) as response:
                 answer = json.load(response)
         except urllib.error.HTTPError as error:
             if error.code == 503:

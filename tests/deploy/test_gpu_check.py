@@ -26,8 +26,6 @@ sys.modules.update(dict.fromkeys({ABSENT}))
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-pytestmark = pytest.mark.timeout(300)
-
 NAMES = [
     "environment",
     "kernel errors",

@@ -17,11 +17,10 @@ from cluster.serve import Deployment
 from engine.runners.arithmetic import expected_tokens
 from tests.e2e.leftovers import none_left
 from tests.e2e.watched import Running, await_idle
+from tests.hang import HANG_S
 from twopass import Client
 
 NUM_STREAMS = 60
-SERVED_AGAIN_S = 10.0
-"""Deadline of the first request after a death."""
 ENGINES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 POOL = {"replicas": 2, "max_model_len": 1024, "max_num_batched_tokens": 256, "max_num_seqs": 64}
 
@@ -86,14 +85,14 @@ def streaming(client: Client, draw: Callable[[random.Random], Asked] = drawn_sum
         try:
             futures = [threads.submit(streams.run, seed) for seed in range(NUM_STREAMS)]
             for _ in range(NUM_STREAMS):
-                assert streams.num_streaming.acquire(timeout=60)
+                assert streams.num_streaming.acquire(timeout=HANG_S)
             yield futures
         finally:
             streams.end()
 
 
 def await_back(running: Running, name: str) -> None:
-    while running.events.get(timeout=60) != f"{name} is back":
+    while running.events.get(timeout=HANG_S) != f"{name} is back":
         continue
 
 
@@ -116,9 +115,7 @@ def kill_every_engine(running: Running, draw: Callable[[random.Random], Asked]) 
         with streaming(running.client, draw) as streams:
             os.kill(running.deployment.actor(victim).call("pid"), signal.SIGKILL)
             killed_at = time.monotonic()
-            answer = running.client.generate_text(
-                prompt_token_ids=newcomer.prompt, max_tokens=3, ignore_eos=True, priority=-1, timeout_s=SERVED_AGAIN_S
-            )
+            answer = running.client.generate_text(prompt_token_ids=newcomer.prompt, max_tokens=3, ignore_eos=True, priority=-1)
             print(f"{victim} was killed; a newcomer was served {time.monotonic() - killed_at:.1f} s later")
             assert answer.token_ids == newcomer.answer[:3]
         assert sum(stream.result() for stream in streams) >= NUM_STREAMS

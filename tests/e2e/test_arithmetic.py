@@ -13,9 +13,8 @@ from cluster.serve import Deployment
 from engine.runners.arithmetic import expected_logprobs, expected_tokens
 from tests.e2e.leftovers import descendants, none_left
 from tests.e2e.watched import Running, await_idle
+from tests.hang import HANG_S
 from twopass import Client, InvalidRequest, TokenLogprobs
-
-pytestmark = pytest.mark.timeout(300)  # Ray starts in seconds alone, in a minute on a busy machine
 
 MAX_MODEL_LEN = 4096
 
@@ -129,7 +128,7 @@ def test_an_engine_may_die_in_the_middle_of_an_answer(running: Running, victim: 
                 old.kill()
             got += chunk.token_ids
     assert got == expected_tokens(prompt, num_tokens)
-    while running.events.get(timeout=60) != f"{victim} is back":
+    while running.events.get(timeout=HANG_S) != f"{victim} is back":
         continue
     assert running.deployment.actor(victim).address.epoch > old.address.epoch
     assert running.client.generate_text(prompt_token_ids=[1, 2], max_tokens=3).token_ids == expected_tokens([1, 2], 3)

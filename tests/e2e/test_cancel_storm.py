@@ -14,9 +14,8 @@ from bench.soak import MAX_GROWTH_BYTES, Load, Report, config, idle_capacity, wa
 from cluster.config import from_tree
 from cluster.serve import Deployment
 from tests.e2e.leftovers import none_left
+from tests.hang import HANG_S
 from twopass import AsyncClient
-
-pytestmark = pytest.mark.timeout(300)  # Ray starts in seconds alone, in a minute on a busy machine
 
 NUM_WARM_UP, NUM_REQUESTS, NUM_AT_ONCE = 500, 500, 100
 
@@ -31,7 +30,7 @@ def deployment() -> Iterator[Deployment]:
 
 async def storm(port: int, num_requests: int, seed: int) -> Counter[str]:
     """`NUM_AT_ONCE` open at any time."""
-    async with AsyncClient(f"127.0.0.1:{port}", timeout_s=120.0) as client:
+    async with AsyncClient(f"127.0.0.1:{port}", timeout_s=HANG_S) as client:
         load = Load(client, seed, cancelled=0.8, longest_wait_s=0.6)
         places = asyncio.Semaphore(NUM_AT_ONCE)
 

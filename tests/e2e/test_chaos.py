@@ -9,11 +9,10 @@ import pytest
 
 from engine.runners.arithmetic import expected_tokens
 from tests.e2e.leftovers import descendants
-from tests.e2e.streams import NUM_STREAMS, SERVED_AGAIN_S, assert_clean, await_back, deployed, drawn_sum, kill_every_engine, streaming
+from tests.e2e.streams import NUM_STREAMS, assert_clean, await_back, deployed, drawn_sum, kill_every_engine, streaming
 from tests.e2e.watched import Running
+from tests.hang import HANG_S
 from twopass import Client, Unavailable
-
-pytestmark = pytest.mark.timeout(300)  # Ray starts in seconds alone, in a minute on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +45,7 @@ def test_a_killed_router_ends_its_streams_and_comes_back_on_its_port(running: Ru
         print(f"the router was back after {time.monotonic() - killed_at:.1f} s")
     assert running.deployment.port == port
     assert running.deployment.actor("router").address.epoch > epoch
-    with Client(f"127.0.0.1:{port}", timeout_s=SERVED_AGAIN_S) as client:
+    with Client(f"127.0.0.1:{port}", timeout_s=HANG_S) as client:
         until_served(client)
     print(f"and served after {time.monotonic() - killed_at:.1f} s")
     assert_clean(running)

@@ -12,9 +12,8 @@ import pytest
 
 from engine.runners.arithmetic import expected_tokens
 from tests.e2e.leftovers import descendants, none_left
+from tests.hang import HANG_S
 from twopass import Client, Unavailable
-
-pytestmark = pytest.mark.timeout(300)  # Ray starts in seconds alone, in a minute on a busy machine
 
 ROOT = Path(__file__).parents[2]
 SERVE = (
@@ -84,7 +83,7 @@ def test_sigterm_drains_and_leaves_nothing() -> None:
         assert process.stderr is not None
         try:
             port = next(match[1] for line in process.stderr if (match := re.search(r"serving on 127.0.0.1:(\d+)", line)))
-            with Client(f"127.0.0.1:{port}", timeout_s=60) as client:
+            with Client(f"127.0.0.1:{port}", timeout_s=HANG_S) as client:
                 stream = client.generate(prompt_token_ids=prompt, max_tokens=num_tokens)
                 got = next(stream).token_ids
                 process.send_signal(signal.SIGTERM)
@@ -104,7 +103,7 @@ def test_a_router_that_dies_in_the_drain_is_not_replaced() -> None:
         assert process.stderr is not None
         try:
             port = next(match[1] for line in process.stderr if (match := re.search(r"serving on 127.0.0.1:(\d+)", line)))
-            with Client(f"127.0.0.1:{port}", timeout_s=60) as client:
+            with Client(f"127.0.0.1:{port}", timeout_s=HANG_S) as client:
                 stream = client.generate(prompt_token_ids=[1, 2, 3], max_tokens=8000)
                 next(stream)
                 process.send_signal(signal.SIGTERM)

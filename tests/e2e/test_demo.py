@@ -12,8 +12,6 @@ from tests.e2e.leftovers import none_left
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def test_the_demo_answers_eight_prompts_and_leaves_nothing(demo_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"

@@ -11,9 +11,8 @@ import pytest
 from cluster.config import from_tree
 from cluster.serve import Deployment
 from tests.e2e.leftovers import none_left
+from tests.hang import HANG_S
 from twopass import Client
-
-pytestmark = pytest.mark.timeout(300)  # Ray starts in seconds alone, in a minute on a busy machine
 
 CASES: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "data" / "golden_smollm2.json").read_text())["cases"]
 
@@ -28,7 +27,7 @@ def client(request: pytest.FixtureRequest, demo_model: Path) -> Iterator[Client]
         "decode": pool,
         "router": {"grpc_port": 0, "metrics_port": 0},
     }
-    with none_left(), Deployment(from_tree(tree), print) as deployment, Client(f"127.0.0.1:{deployment.port}", timeout_s=90.0) as client:
+    with none_left(), Deployment(from_tree(tree), print) as deployment, Client(f"127.0.0.1:{deployment.port}", timeout_s=HANG_S) as client:
         yield client
 
 

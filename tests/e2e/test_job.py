@@ -18,11 +18,10 @@ import pytest
 
 from engine.runners.arithmetic import expected_tokens
 from tests.e2e.leftovers import descendants, none_left, orphans, processes
+from tests.hang import HANG_S
 from twopass import Client
 
 pytest.importorskip("aiohttp", reason="job submission needs ray[default]")
-pytestmark = pytest.mark.timeout(600)  # a dashboard, a runtime environment and an upload come before the deployment
-
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 HOST = "127.0.0.2"
@@ -115,7 +114,7 @@ def test_a_job_serves_drains_and_leaves_nothing(head: Head) -> None:
     log = head.follow("twopass")
     port = next_line(log, r"serving on 127\.0\.0\.1:(\d+)")[1]
     prompt, num_tokens = [1, 2, 3], 2000
-    with Client(f"127.0.0.1:{port}", timeout_s=120) as client:
+    with Client(f"127.0.0.1:{port}", timeout_s=HANG_S) as client:
         stream = client.generate(prompt_token_ids=prompt, max_tokens=num_tokens)
         got = next(stream).token_ids
         stopping = subprocess.Popen([str(BIN / "ray"), "job", "stop", "--address", head.url, "twopass"], env=head.environment)

@@ -16,9 +16,8 @@ from cluster.serve import Deployment
 from engine.runners.arithmetic import expected_tokens
 from tests.deploy.prometheus import ALERT, dashboard_expressions, program, rules, running
 from tests.e2e.leftovers import none_left
+from tests.hang import HANG_S
 from twopass import Client, InvalidRequest
-
-pytestmark = pytest.mark.timeout(300)
 
 BLOCK_SIZE, BLOCK_BYTES = 16, 16 * 16
 BUDGET = 128
@@ -46,7 +45,7 @@ class Scraped:
 
 
 def scrape(deployment: Deployment) -> Samples:
-    with urllib.request.urlopen(f"http://127.0.0.1:{deployment.metrics_port}/metrics", timeout=30) as response:
+    with urllib.request.urlopen(f"http://127.0.0.1:{deployment.metrics_port}/metrics", timeout=HANG_S) as response:
         text = response.read().decode()
     found: Samples = {}
     for family in text_string_to_metric_families(text):
@@ -77,7 +76,7 @@ def deployment(request: pytest.FixtureRequest) -> Iterator[Deployment]:
 
 @pytest.fixture
 def client(deployment: Deployment) -> Iterator[Client]:
-    with Client(f"127.0.0.1:{deployment.port}", timeout_s=120.0) as client:
+    with Client(f"127.0.0.1:{deployment.port}", timeout_s=HANG_S) as client:
         yield client
 
 
@@ -86,11 +85,8 @@ def test_every_number_equals_what_was_sent(deployment: Deployment, client: Clien
     split = bool(deployment.config.prefill.replicas)
     prompt, num_tokens, times = [7] * 100, 20, 3
     before = scrape(deployment)
-    elapsed_s = 0.0
     for _ in range(times):
-        started_at = time.perf_counter()
         answer = client.generate_text(prompt_token_ids=prompt, max_tokens=num_tokens)
-        elapsed_s += time.perf_counter() - started_at
         assert answer.token_ids == expected_tokens(prompt, num_tokens)
         await_final_status(deployment)  # decode has freed its blocks: the next one finds them
     client.generate_text(prompt_token_ids=[9] * 40, max_tokens=1)
@@ -175,7 +171,8 @@ def test_two_answers_too_long_for_the_pool_preempt_once(deployment: Deployment, 
     assert got("delivered_tokens_total") == got("generated_tokens_total") == 2 * NUM_LONG
     assert got("inter_token_seconds_count") == 2 * (NUM_LONG - 1)
     seconds = sum(seconds for _, seconds in answers)
-    assert got("request_stage_seconds_sum") == pytest.approx(got("request_seconds_sum"), rel=0.05) == pytest.approx(seconds, rel=0.05)
+    assert got("request_stage_seconds_sum") == pytest.approx(got("request_seconds_sum"), rel=0.05)
+    assert got("request_seconds_sum") <= seconds
 
 
 def test_prometheus_finds_a_series_for_every_expression(deployment: Deployment, client: Client, tmp_path: Path) -> None:
@@ -194,7 +191,7 @@ def test_prometheus_finds_a_series_for_every_expression(deployment: Deployment, 
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with running(tmp_path, f"127.0.0.1:{deployment.metrics_port}", port) as prometheus:
-        until = time.monotonic() + 120
+        until = time.monotonic() + HANG_S
         while not prometheus.query('up{job="twopass"} == 1'):
             assert time.monotonic() < until, (tmp_path / "log").read_text()
             deployment.watch(0.1)

@@ -22,8 +22,6 @@ from protocol.messages import SamplingParams
 from tests.engine.tiny_llama import TINY, write_model_dir
 from tests.local_deployment import LocalDeployment, asked
 
-pytestmark = pytest.mark.timeout(300)
-
 CASES: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "data" / "golden_smollm2.json").read_text())["cases"]
 LONG = [token for case in CASES for token in case["prompt_ids"]] * 5
 """650 tokens."""

@@ -26,9 +26,9 @@ from router.request import Delivered, Ended
 from router.router import Router
 from tests.engine.test_sampling_flow import Engine
 from tests.engine.tiny_llama import TINY, random_tensors
+from tests.hang import HANG_S
 
 ROUTER, PREFILL, DECODE = Address(ROUTER_ID, 1), Address("prefill-0", 2), Address("decode-0", 3)
-TIMEOUT_S = 60.0
 NUM_REQUESTS = 24
 
 
@@ -55,12 +55,12 @@ class Cell:
             self._cancels[request.request_id] = cancel_after
 
     def run(self) -> None:
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + HANG_S
         while len(self.ended) < len(self.received):
             assert time.monotonic() < deadline, f"only {len(self.ended)} of {len(self.received)} have ended"
             self._turn()
         for loop in self.loops.values():
-            assert loop.wait_idle(TIMEOUT_S)
+            assert loop.wait_idle(HANG_S)
 
     def _turn(self) -> None:
         self.router.tick()

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGUFWriter
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
+from engine.models import gguf_convert
 from engine.models.checkpoint import check_model_dir
 from engine.models.config import eos_token_ids, read_json
 from engine.models.gguf_convert import LAYER_NAMES, TOP_NAMES, convert_gguf
@@ -98,3 +100,15 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     write_gguf(tmp_path / "y.gguf", {}, pre="qwen2")
     with pytest.raises(ModelError, match=r"y\.gguf: tokenizer\.ggml\.pre is qwen2, expected smollm"):
         convert_gguf(tmp_path / "y.gguf", tmp_path, lambda text: None)
+
+
+def test_a_disk_that_fills_is_an_oserror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What safetensors raises is none."""
+
+    def save_file(*_: object, **__: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(gguf_convert, "save_file", save_file)
+    write_gguf(tmp_path / "x.gguf", random_tensors(TINY))
+    with pytest.raises(OSError, match="model.safetensors: I/O error: No space left on device"):
+        convert_gguf(tmp_path / "x.gguf", tmp_path, lambda text: None)

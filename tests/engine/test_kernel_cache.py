@@ -89,6 +89,11 @@ def hits(loop: Any) -> int:
     return sum(loop.stats.cache_hits.values())
 
 
+def replaced_by_a_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "emptied": lambda file: file.write_bytes(b""),
     "truncated": lambda file: os.truncate(file, file.stat().st_size // 2),
@@ -96,7 +101,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "one bit": lambda file: file.write_bytes((data := file.read_bytes())[:-900] + bytes([data[-900] ^ 4]) + data[-899:]),
     "garbage": lambda file: file.write_bytes(b"\x80\x04garbage" * 999),
     "another's": lambda file: file.write_bytes(file.read_bytes() + b"more"),
-    "a folder": lambda file: (file.unlink(), file.mkdir()),
+    "a folder": replaced_by_a_folder,
 }
 
 

@@ -28,12 +28,13 @@ from protocol.messages import (
     SamplingParams,
     StepTokens,
 )
+from tests.hang import HANG_S
 
 HERE = Address("decode-0", 3)
 ROUTER = Address("router", 1)
 PREFILL = Address("prefill-0", 2)
 BLOCK_SIZE, MAX_LEN = 4, 64
-TIMEOUT_S = 20.0
+TIMEOUT_S = HANG_S
 
 
 def request(number: int, prompt: list[int], max_tokens: int) -> GenerateRequest:

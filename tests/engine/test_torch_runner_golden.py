@@ -21,6 +21,7 @@ from engine.runners import torch_cpu
 from engine.runners.cpu_ops import TorchOps
 from protocol.errors import ModelError
 from tests.engine.golden import ANSWERS, PROMPTS, forced_logits, greedy_answers
+from tests.hang import HANG_S
 
 AVX2_ONLY = {
     "ATEN_CPU_CAPABILITY": "avx2",
@@ -29,8 +30,6 @@ AVX2_ONLY = {
     "NUMBA_CPU_NAME": "haswell",
     "NUMBA_CPU_FEATURES": "",  # else those of this CPU are added to the name's
 }
-
-pytestmark = pytest.mark.timeout(600)
 
 
 def load(dtype: Dtype) -> LlamaModel:
@@ -131,7 +130,7 @@ def test_the_same_on_a_cpu_that_knows_avx2_alone(expected: Expected, tmp_path: P
     """The wider instructions are masked off, for torch, oneDNN and our own kernels alike."""
     file = tmp_path / "made"
     command = [sys.executable, "-m", "tests.engine.golden", str(file)]
-    ran = subprocess.run(command, env=os.environ | AVX2_ONLY, stdout=subprocess.PIPE, text=True, timeout=550, check=True)
+    ran = subprocess.run(command, env=os.environ | AVX2_ONLY, stdout=subprocess.PIPE, text=True, timeout=HANG_S, check=True)
     assert ran.stdout.split()[-1] == "AVX2"
     answers, logits = torch.load(file)
     assert answers == ANSWERS

@@ -15,7 +15,8 @@ from kv_transfer.fake_device import FakeDevice
 from kv_transfer.host_staged import StagedExport
 from kv_transfer.lease import LeaseTable
 from kv_transfer.segment import SharedSegment
-from tests.kv_transfer.processes import TIMEOUT_S, content
+from tests.hang import HANG_S
+from tests.kv_transfer.processes import content
 
 NUM_CHANNELS, NUM_BUFFERS = 2, 3
 
@@ -49,7 +50,7 @@ def obey(words: list[str], device: FakeDevice, leases: LeaseTable) -> None:
         case ["stall_after", number]:
             device.stall_after(int(number))
         case ["stalled"]:
-            assert device.stalled.wait(TIMEOUT_S)
+            assert device.stalled.wait(HANG_S)
         case ["resume"]:
             device.resume()
         case ["fail", call, *text]:

@@ -12,8 +12,8 @@ import numpy as np
 
 from kv_transfer.segment import DIRECTORY, PREFIX, remove_stale
 from kv_transfer.transport import Pending
+from tests.hang import HANG_S
 
-TIMEOUT_S = 30.0
 ROOT = Path(__file__).parents[2]
 
 
@@ -47,11 +47,11 @@ class Exporter:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(TIMEOUT_S)
+        self.process.wait(HANG_S)
 
     def stop(self) -> None:
         if self.process.poll() is None:
-            self.process.communicate(timeout=TIMEOUT_S)
+            self.process.communicate(timeout=HANG_S)
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()
@@ -72,6 +72,6 @@ class Ends:
 
     def of(self, pull: Pending) -> str:
         """Waits for the next end, which must be this pull's; its error."""
-        self._queue.get(timeout=TIMEOUT_S)
+        self._queue.get(timeout=HANG_S)
         assert pull.poll()
         return pull.error

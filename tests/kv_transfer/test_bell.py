@@ -10,7 +10,8 @@ import pytest
 
 from kv_transfer.bell import Bell
 from protocol.errors import PullFailed
-from tests.kv_transfer.processes import ROOT, TIMEOUT_S
+from tests.hang import HANG_S
+from tests.kv_transfer.processes import ROOT
 
 RINGER = """
 import mmap, sys
@@ -28,7 +29,7 @@ def test_a_bell_that_was_rung_since_is_not_waited_for() -> None:
     bell = Bell(np.zeros(1, np.uint32))
     seen = bell.value
     bell.ring()
-    bell.wait(seen, TIMEOUT_S)
+    bell.wait(seen, HANG_S)
     assert bell.value == seen + 1
 
 
@@ -52,7 +53,7 @@ def test_another_process_wakes_a_waiting_thread(tmp_path: Path) -> None:
 
     def wait() -> None:
         while bell.value == 0:
-            bell.wait(0, TIMEOUT_S)
+            bell.wait(0, HANG_S)
         woken.set()
 
     command = [sys.executable, "-c", RINGER, str(path)]
@@ -63,7 +64,7 @@ def test_another_process_wakes_a_waiting_thread(tmp_path: Path) -> None:
         thread.start()
         process.stdin.write("\n")
         process.stdin.flush()
-        assert woken.wait(TIMEOUT_S)
+        assert woken.wait(HANG_S)
         thread.join()
         process.stdin.close()
 

@@ -12,7 +12,8 @@ from kv_transfer.cuda_ipc import GATHER_BELOW_BYTES, CudaIpcTransport
 from kv_transfer.device import DeviceBlocks
 from kv_transfer.fake_device import FakeDevice
 from protocol.errors import LayoutMismatch, PullFailed
-from tests.kv_transfer.processes import TIMEOUT_S, Ends, Exporter, content, unused_name
+from tests.hang import HANG_S
+from tests.kv_transfer.processes import Ends, Exporter, content, unused_name
 
 NUM_BLOCKS, BLOCK_BYTES = 32, 4096
 
@@ -105,7 +106,7 @@ def test_a_cancelled_pull_ends_only_when_nothing_writes_any_more(
     peer = puller.transport.connect(exporter.endpoint)
     puller.device.stall_after(3)
     pull = peer.pull(range(0, 20, 2), range(0, 20, 2))
-    assert puller.device.stalled.wait(TIMEOUT_S)
+    assert puller.device.stalled.wait(HANG_S)
     pull.cancel()
     assert not pull.poll()
     puller.device.resume()
@@ -120,7 +121,7 @@ def test_a_stalled_pull_is_not_terminal_and_the_destination_stays_reserved(expor
     peer = puller.transport.connect(exporter.endpoint)
     puller.device.stall_after(1)
     pull = peer.pull([0, 2], [0, 2])
-    assert puller.device.stalled.wait(TIMEOUT_S)
+    assert puller.device.stalled.wait(HANG_S)
     pull.cancel()
     assert not pull.poll()
     puller.device.resume()
@@ -144,7 +145,7 @@ def test_the_exporter_is_killed_in_mid_pull(exporter: Exporter, puller: Puller) 
     exporter.ask("write 0 5")
     puller.device.stall_after(4)
     pull = peer.pull(range(0, 32, 2), range(0, 32, 2))
-    assert puller.device.stalled.wait(TIMEOUT_S)
+    assert puller.device.stalled.wait(HANG_S)
     exporter.kill()
     puller.device.resume()
     # This GPU keeps mapped memory, so the bytes come; a driver that did not would end the pull with an error.

@@ -7,13 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.hang import HANG_S
+
 pytest.importorskip("nixl", reason="the extra `nixl` is not installed")
 
 from kv_transfer import nixl
 from kv_transfer.nixl import Memory, NixlTransport
 from kv_transfer.pull_thread import Pull
 from protocol.errors import LayoutMismatch, PullFailed
-from tests.kv_transfer.processes import TIMEOUT_S, Ends, Exporter, content, unused_name
+from tests.kv_transfer.processes import Ends, Exporter, content, unused_name
 
 NUM_BLOCKS, BLOCK_BYTES = 32, 3000
 
@@ -80,7 +82,7 @@ def test_a_cancelled_pull_starts_no_further_piece(exporter: Exporter, puller: Pu
     def read_then_cancel(*arguments: Any) -> bool:
         came = read(*arguments)
         if came:
-            pulls.get(timeout=TIMEOUT_S).cancel()
+            pulls.get(timeout=HANG_S).cancel()
         return came
 
     monkeypatch.setattr(puller.transport._agent, "read", read_then_cancel)

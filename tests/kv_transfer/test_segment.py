@@ -1,5 +1,6 @@
 """Shared memory files: capacity, ownership, stale ones."""
 
+import errno
 import os
 import uuid
 from collections.abc import Iterator
@@ -44,6 +45,15 @@ def test_too_little_shared_memory_is_an_error_that_names_both_sides(name: str) -
 def test_a_machine_without_shared_memory_is_an_error() -> None:
     with pytest.raises(CapacityError, match="does not exist"):
         SharedSegment.create("x", block_bytes=8, num_blocks=1, num_slots=1, directory=DIRECTORY / "nowhere")
+
+
+def test_shared_memory_that_cannot_be_written_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: object, *_: object) -> int:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(CapacityError, match="/dev/shm: Read-only file system; KV caches lie there"):
+        create("x")
 
 
 def test_the_file_of_a_live_process_is_neither_replaced_nor_removed(name: str) -> None:

@@ -14,7 +14,8 @@ from kv_transfer.pull_thread import Pull
 from kv_transfer.segment import DIRECTORY, PREFIX, SharedSegment, remove_stale
 from kv_transfer.shared_memory import SharedMemoryTransport, export
 from protocol.errors import LayoutMismatch, PullFailed
-from tests.kv_transfer.processes import TIMEOUT_S, Ends, Exporter, content, unused_name
+from tests.hang import HANG_S
+from tests.kv_transfer.processes import Ends, Exporter, content, unused_name
 
 NUM_BLOCKS, BLOCK_BYTES = 32, 4096
 
@@ -104,18 +105,18 @@ def test_a_queued_pull_is_cancelled_before_it_starts(segment: SharedSegment) -> 
             second_ended.set()
         else:
             first_ended.set()
-            assert go_on.wait(TIMEOUT_S)
+            assert go_on.wait(HANG_S)
 
     cache = np.zeros((NUM_BLOCKS, BLOCK_BYTES), np.uint8)
     transport = SharedMemoryTransport(cache, notify)
     peer = transport.connect(export(segment))
     peer.pull([1], [1])
-    assert first_ended.wait(TIMEOUT_S)
+    assert first_ended.wait(HANG_S)
     second = peer.pull([2], [2])
     second.cancel()
     assert not second.poll()
     go_on.set()
-    assert second_ended.wait(TIMEOUT_S)
+    assert second_ended.wait(HANG_S)
     assert second.poll()
     assert second.error == "cancelled"
     assert not cache[2].any()
@@ -128,7 +129,7 @@ def test_a_running_pull_is_cancelled_between_two_pieces(segment: SharedSegment, 
 
     def copy_then_cancel(*arguments: np.ndarray) -> None:
         copy(*arguments)
-        pulls.get(timeout=TIMEOUT_S).cancel()
+        pulls.get(timeout=HANG_S).cancel()
 
     monkeypatch.setattr(shared_memory, "PIECE_BYTES", 2 * BLOCK_BYTES)
     monkeypatch.setattr(shared_memory, "copy_blocks", copy_then_cancel)
@@ -144,13 +145,13 @@ def test_closing_the_transport_fails_what_is_queued(segment: SharedSegment, monk
 
     def gated(*_: np.ndarray) -> None:
         begun.set()
-        assert go_on.wait(TIMEOUT_S)
+        assert go_on.wait(HANG_S)
 
     puller = Puller()
     peer = puller.transport.connect(export(segment))
     monkeypatch.setattr(shared_memory, "copy_blocks", gated)
     first, second = peer.pull([1], [1]), peer.pull([2], [2])
-    assert begun.wait(TIMEOUT_S)
+    assert begun.wait(HANG_S)
     closer = threading.Thread(target=puller.transport.close)
     closer.start()
     while True:

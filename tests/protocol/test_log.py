@@ -12,6 +12,7 @@ import pytest
 
 from protocol.log import PACKAGES, about, configure
 from protocol.messages import Address, RequestKey
+from tests.hang import HANG_S
 
 log = logging.getLogger("router.somewhere")
 
@@ -61,5 +62,5 @@ def test_exceptions_stay_on_their_line_and_anything_can_be_a_field(stream: io.St
 
 def test_nothing_is_written_where_nobody_configured_it() -> None:
     code = "import logging, protocol.log; logging.getLogger('router.router').warning('attempt failed')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=HANG_S)
     assert done.stdout + done.stderr == b""

@@ -16,6 +16,7 @@ from router.request import Delivered, Ended, Usage
 from router.server import Server
 from router.tokenizer import NumberTokenizer, Tokenizer
 from router.tracing import Tracing
+from tests.hang import HANG_S
 
 VOCAB_SIZE = 1000
 
@@ -110,11 +111,11 @@ async def serving(core: Core, tokenizer: Tokenizer | None = None, tracing: Traci
         await server.stop(0.0)
 
 
-def scenario(test: Callable[[Serving], Awaitable[None]], core: Core | None = None, *, timeout_s: float = 30, **knobs: Any) -> None:
-    """Runs `test` against a server; `timeout_s` at most."""
+def scenario(test: Callable[[Serving], Awaitable[None]], core: Core | None = None, **knobs: Any) -> None:
+    """Runs `test` against a server."""
 
     async def main() -> None:
         async with serving(core or ScriptedCore(), **knobs) as served:
             await test(served)
 
-    asyncio.run(asyncio.wait_for(main(), timeout_s))
+    asyncio.run(asyncio.wait_for(main(), HANG_S))

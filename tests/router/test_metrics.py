@@ -22,6 +22,7 @@ from router.frontdoor import FrontDoor, Model
 from router.metrics import METRICS, PREFIX, RouterCollector
 from router.metrics_server import MetricsServer
 from router.tokenizer import NumberTokenizer
+from tests.hang import HANG_S
 from tests.router.test_router import D, P, World
 from twopass.proto import twopass_pb2 as pb
 
@@ -281,7 +282,7 @@ def test_stages_add_up_to_the_whole() -> None:
         async for _ in answer:
             continue
 
-    asyncio.run(asyncio.wait_for(main(), 30))
+    asyncio.run(asyncio.wait_for(main(), HANG_S))
     assert (world.value("time_to_first_token_seconds_count"), world.value("time_to_first_token_seconds_sum")) == (1, 1.0)
     assert (world.value("request_seconds_count"), world.value("request_seconds_sum")) == (1, 3.0)
     stages = {
@@ -294,7 +295,7 @@ def test_stages_add_up_to_the_whole() -> None:
 
 
 def fetch(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as response:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=HANG_S) as response:
         text: str = response.read().decode()
         return text
 

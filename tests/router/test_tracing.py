@@ -26,6 +26,7 @@ from router.config import RouterConfig
 from router.request import Ended, Usage
 from router.router import Router
 from router.tracing import SpanTracing, Untraced, export_to, valid_traceparent
+from tests.hang import HANG_S
 from tests.router.scripted_core import ScriptedCore, Serving, scenario
 from twopass import AsyncClient, InvalidRequest, Unavailable
 
@@ -185,7 +186,7 @@ def test_spans_arrive_at_a_collector() -> None:
         trace.answered(0, Ended("a", "length", None, Usage(2, 0, 1), STAGES, 1, "disaggregated"), "length", 0.0)
         trace.end("OK")
         tracing.close()
-        (resource,) = received.get(timeout=30).resource_spans
+        (resource,) = received.get(timeout=HANG_S).resource_spans
     assert {(a.key, a.value.string_value) for a in resource.resource.attributes} >= {("service.name", "twopass")}
     spans = [span for scope in resource.scope_spans for span in scope.spans]
     assert {span.name for span in spans} == {"queue", "prefill", "transfer", "decode", "generate"}
@@ -211,7 +212,7 @@ def test_the_router_process_exports_what_it_served(monkeypatch: pytest.MonkeyPat
 
     with collector() as (endpoint, received):
         asyncio.run(serve_one(endpoint))
-        (span,) = received.get(timeout=30).resource_spans[0].scope_spans[0].spans
+        (span,) = received.get(timeout=HANG_S).resource_spans[0].scope_spans[0].spans
     assert (span.name, span.trace_id.hex(), span.parent_span_id.hex()) == ("generate", TRACE, CALLER)
     assert {a.key: a.value.string_value for a in span.attributes} == {"rpc.response.status_code": "UNAVAILABLE"}
 

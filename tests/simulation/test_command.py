@@ -5,12 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.e2e.leftovers import descendants
 
 
-@pytest.mark.timeout(60)
 def test_sigterm_ends_its_workers_too() -> None:
     with subprocess.Popen([sys.executable, "-m", "bench.simulator", "--seeds", "100000", "--processes", "2"]) as simulator:
         while not (workers := [pid for pid, command in descendants(simulator.pid).items() if "spawn_main" in command]):

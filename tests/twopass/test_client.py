@@ -13,6 +13,7 @@ import pytest
 
 import twopass
 from router.admission import ClientRequest
+from tests.hang import HANG_S
 from tests.router.scripted_core import ScriptedCore, Serving, echo, scenario
 from twopass import AsyncClient, Client
 from twopass.proto import twopass_pb2 as pb
@@ -104,7 +105,7 @@ def test_leaving_a_stream_cancels_the_request(how: str) -> None:
             gc.collect()
         else:
             client.close()
-        assert cancelled.wait(20)
+        assert cancelled.wait(HANG_S)
         if how == "close" and stream is not None:
             with pytest.raises(twopass.Cancelled):
                 next(stream)

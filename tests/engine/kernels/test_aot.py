@@ -29,7 +29,6 @@ def compiled(request: pytest.FixtureRequest) -> list[Compiled]:
     return [Compiled(**fields) for fields in json.loads(done.stdout)]
 
 
-@pytest.mark.timeout(300)
 def test_kernels_fit_their_gpu(compiled: list[Compiled]) -> None:
     print(f"\n{'case':<44} {'kernel':<28} sm registers stack shared warps tensor cores")
     for each in compiled:

@@ -111,7 +111,6 @@ class DecodeService:
         self._num_early = 0
         self.timers: Timers[tuple[DecodeTimer, RequestKey]] = Timers()
         self._drain_at: float | None = None
-        self._num_arrivals = 0
         self.counters: dict[str, float] = dict.fromkeys(
             (
                 *("requests", "prompt_tokens", *PREFIX_COUNTERS, "transferred_tokens", "generated_tokens"),
@@ -321,9 +320,8 @@ class DecodeService:
         if self._drain_at is not None:
             self._leave(entry, DecodeEvent.CANNOT_SERVE, "failed", "draining")
             return
-        self._num_arrivals += 1
         try:
-            self._scheduler.add(Request.from_message(message, kv="local" if alone else "remote", arrival=self._num_arrivals))
+            self._scheduler.add(Request.from_message(message, kv="local" if alone else "remote", arrival=self._clock()))
         except InvalidRequest as error:
             self._leave(entry, DecodeEvent.CANNOT_SERVE, "failed", str(error))
             return

@@ -1,7 +1,8 @@
 """The first part of a schedule: tokens and blocks for those that run, and who has to go when blocks lack.
 
-Everybody who writes an answer has one token in every step; `max_num_batched_tokens` is never below `max_num_seqs`. Beyond that tokens go by
-running order to prompts, but evenly to drafts, which shut nobody out (loops_sequences.py:ration). Blocks go by running order, also to drafts.
+Everybody who writes an answer has one token in every step; `max_num_batched_tokens` is never below `max_num_seqs`. Beyond that tokens go
+by running order to prompts, but evenly to drafts, which shut nobody out (loops_sequences.py:ration). Blocks go by running order, to drafts
+too.
 """
 
 import numpy as np

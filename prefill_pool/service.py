@@ -112,7 +112,6 @@ class PrefillService:
         self._entries: dict[RequestKey, Prefill] = {}
         self.timers: Timers[tuple[PrefillTimer, RequestKey]] = Timers()
         self._drain_at: float | None = None
-        self._num_arrivals = 0
         self.counters: dict[str, float] = dict.fromkeys(
             (
                 *("requests", "prompt_tokens", *PREFIX_COUNTERS, "generated_tokens"),
@@ -266,9 +265,8 @@ class PrefillService:
         if self._drain_at is not None:
             self._end(entry, PrefillEvent.CANNOT_SERVE, "failed", "draining")
             return
-        self._num_arrivals += 1
         try:
-            self._scheduler.add(Request.from_message(message, kv="offer", arrival=self._num_arrivals))
+            self._scheduler.add(Request.from_message(message, kv="offer", arrival=self._clock()))
         except InvalidRequest as error:
             self._end(entry, PrefillEvent.CANNOT_SERVE, "failed", str(error))
             return

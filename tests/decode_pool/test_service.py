@@ -417,3 +417,13 @@ def test_an_older_router_is_not_heard() -> None:
     world.say(ROUTER._replace(epoch=2), world.request(role="alone", peer=None))
     world.say(ROUTER, world.request(role="alone", peer=None), receiver=D._replace(epoch=5))
     assert world.service.idle and world.service.counters["ignored"] == 2
+
+
+@pytest.mark.parametrize(("aging_s", "first"), [(10.0, "old"), (20.0, "urgent"), (0.0, "urgent")])
+def test_waiting_for_seconds_makes_urgent(aging_s: float, first: str) -> None:
+    """Three units of priority, 31 seconds."""
+    world = DecodeWorld(scheduling_policy="priority", priority_aging_s=aging_s, max_num_batched_tokens=4, max_num_seqs=1)
+    for slot, (name, priority) in enumerate((("old", 3), ("urgent", 0))):
+        world.clock.advance_to(31.0 * slot)
+        world.say(ROUTER, world.request(4, name=name, slot=slot, priority=priority, role="alone", peer=None))
+    assert world.step() == {first: 4}

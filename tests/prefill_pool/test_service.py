@@ -342,3 +342,13 @@ def test_a_request_without_a_decode_peer_is_a_bug() -> None:
     world.say(ROUTER, message)
     with pytest.raises(ProtocolError, match="names no decode peer"):
         world.step()
+
+
+@pytest.mark.parametrize(("aging_s", "first"), [(10.0, "old"), (20.0, "urgent"), (0.0, "urgent")])
+def test_waiting_for_seconds_makes_urgent(aging_s: float, first: str) -> None:
+    """Three units of priority, 31 seconds."""
+    world = PrefillWorld(scheduling_policy="priority", priority_aging_s=aging_s, max_num_batched_tokens=4, max_num_seqs=1)
+    for slot, (name, priority) in enumerate((("old", 3), ("urgent", 0))):
+        world.clock.advance_to(31.0 * slot)
+        world.generate(4, name=name, slot=slot, priority=priority)
+    assert world.step() == {first: 4}

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, get_type_hints
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from cluster.scalars import Plain, parse, typed
+from cluster.scalars import argument, parse, typed
 from engine.config import EngineConfig
 from kv_transfer.config import TransferConfig
 from protocol.errors import ConfigError
@@ -241,8 +241,6 @@ def _override(tree: Tree, text: str) -> None:
             inner = tree[section] = {}
         tree = inner
     try:
-        parsed = parse(value)
+        tree[name] = argument(value, _HINTS.get(".".join(sections), {}).get(name))
     except yaml.YAMLError:
         raise ConfigError(f"--set {text}: the value is not YAML") from None
-    # One scalar without quotes is taken whole: there are no comments on a command line.
-    tree[name] = Plain(value.strip()) if parsed is None or isinstance(parsed, Plain) else parsed

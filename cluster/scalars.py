@@ -43,6 +43,20 @@ def parse(text: str) -> Any:
     return yaml.load(text, _Loader)
 
 
+def argument(text: str, hint: Any = None) -> Any:
+    """What stands behind KEY= on a command line, as `parse` gives it: a field of text gets all of it, unless it is in quotes."""
+    text = text.strip()
+    try:
+        value = parse(text)
+    except yaml.YAMLError:
+        if _is_text(hint):
+            return Plain(text)
+        raise
+    in_quotes = isinstance(value, str) and not isinstance(value, Plain)
+    one_scalar = value is None or isinstance(value, Plain)  # None: only what a file calls a comment
+    return Plain(text) if one_scalar or (_is_text(hint) and not in_quotes) else value
+
+
 def typed(value: Any, hint: Any = None) -> Any:
     """A parsed value for a field of this type; lists and mappings by YAML 1.2."""
     if isinstance(value, list):
@@ -51,12 +65,19 @@ def typed(value: Any, hint: Any = None) -> Any:
         return {str(key): typed(item) for key, item in value.items()}
     if not isinstance(value, Plain):
         return value
-    kinds = get_args(hint) if NoneType in get_args(hint) else (hint,)
-    if str in kinds or any(get_origin(kind) is Literal for kind in kinds):
-        return None if NoneType in kinds and value.lower() in _NULLS else str(value)
-    if bool in kinds and value.lower() in _BOOLEAN_WORDS:
+    if _is_text(hint):
+        return None if NoneType in _kinds(hint) and value.lower() in _NULLS else str(value)
+    if bool in _kinds(hint) and value.lower() in _BOOLEAN_WORDS:
         return _BOOLEAN_WORDS[value.lower()]
     return _untyped(value)
+
+
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if NoneType in get_args(hint) else (hint,)
+
+
+def _is_text(hint: Any) -> bool:
+    return any(kind is str or get_origin(kind) is Literal for kind in _kinds(hint))
 
 
 def _untyped(text: str) -> Any:

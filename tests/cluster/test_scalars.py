@@ -71,10 +71,21 @@ def test_text_stays_text(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("override", "model"),
-    [("model=/a #b", "/a #b"), ("model=#b", "#b"), ("model='#b'", "#b"), ('model="123"', "123"), ("model=null", None), ("model=", None)],
+    [
+        ("model=/a #b", "/a #b"),
+        ("model=#b", "#b"),
+        ("model=/a: b", "/a: b"),
+        ("model=[/red]x", "[/red]x"),
+        ("model=*a", "*a"),
+        ("model='#b'", "#b"),
+        ('model="123"', "123"),
+        ("model=null", None),
+        ("model=", None),
+    ],
 )
-def test_a_command_line_has_no_comments(override: str, model: str | None) -> None:
+def test_a_command_line_has_no_syntax_for_text_but_quotes(override: str, model: str | None) -> None:
     assert load(None, ["runner=arithmetic", override]).model == model
+    assert load(None, ["runner=arithmetic", "router.grpc_host=::"]).router.grpc_host == "::"
 
 
 @pytest.mark.parametrize("word", ["true", "True", "on", "yes", "ON"])

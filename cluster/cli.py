@@ -10,16 +10,16 @@ from types import FrameType
 from typing import Annotated, ParamSpec
 
 import typer
-from rich.console import Console
 
 from protocol.errors import ConfigError, TwopassError
+from twopass.console import plain_console
 from twopass.errors import TwopassError as ClientError
 
 P = ParamSpec("P")
 
 DRAIN_S = 30.0
 
-console = Console(stderr=True, highlight=False)
+console = plain_console(stderr=True)
 
 
 def register(app: typer.Typer) -> None:
@@ -36,7 +36,7 @@ def _reported(command: Callable[P, None]) -> Callable[P, None]:
         try:
             command(*args, **kwargs)
         except (TwopassError, ClientError) as error:
-            console.print(f"{type(error).__name__}: {error}", style="bold red", markup=False, soft_wrap=True)
+            console.print(f"{type(error).__name__}: {error}", style="bold red")
             raise typer.Exit(2) from None
 
     return run
@@ -79,8 +79,8 @@ def serve(
     try:
         with Deployment(loaded, console.print) as deployment:
             stop.serving = True
-            console.print(f"serving on {loaded.router.grpc_host}:{deployment.port}; Ctrl-C drains")
-            console.print(f"metrics on http://{loaded.router.metrics_host}:{deployment.metrics_port}/metrics")
+            console.print(f"serving on {_reached_at(loaded.router.grpc_host, deployment.port)}; Ctrl-C drains")
+            console.print(f"metrics on http://{_reached_at(loaded.router.metrics_host, deployment.metrics_port, '/metrics')}")
             while not stop.asked:
                 deployment.watch()
             console.print(f"draining, at most {drain_s:g} s; Ctrl-C again stops at once")
@@ -92,6 +92,13 @@ def serve(
     except KeyboardInterrupt:
         console.print("stopped")
         raise typer.Exit(130) from None
+
+
+def _reached_at(host: str, port: int, path: str = "") -> str:
+    """What a client on this machine connects to. Interfaces that stand for all of them are no address."""
+    if host in ("0.0.0.0", "::"):
+        return f"localhost:{port}{path}, as on every interface"
+    return f"[{host}]:{port}{path}" if ":" in host else f"{host}:{port}{path}"
 
 
 def plan(
@@ -125,9 +132,9 @@ def plan(
     if json_:
         typer.echo(json.dumps(asdict(planned)))
         return
-    Console(highlight=False).print(table(planned))
+    plain_console().print(table(planned))
     for warning in planned.warnings:
-        console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
+        console.print(f"warning: {warning}", style="yellow")
 
 
 def simulate(

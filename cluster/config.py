@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar, get_type_hints
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from cluster.scalars import argument, parse, typed
 from engine.config import EngineConfig
 from kv_transfer.config import TransferConfig
 from protocol.errors import ConfigError
@@ -25,7 +26,7 @@ from router.config import RouterConfig
 
 T = TypeVar("T")
 Tree = dict[str, Any]
-"""A parsed YAML mapping: values are scalars, lists or trees."""
+"""A mapping: values are scalars, lists or trees."""
 
 _ENGINE_KNOBS = tuple(f.name for f in fields(EngineConfig))
 _POOL_KNOBS = ("replicas", "num_threads", "num_gpus", *_ENGINE_KNOBS)
@@ -106,14 +107,37 @@ _SECTIONS: dict[str, tuple[str, ...]] = {
     "transfer": tuple(f.name for f in fields(TransferConfig)),
     "router": tuple(f.name for f in fields(RouterConfig)),
 }
+_POOL_HINTS = {**get_type_hints(PoolConfig), **get_type_hints(EngineConfig)}
+_HINTS: dict[str, dict[str, Any]] = {
+    "": get_type_hints(ClusterConfig),
+    "prefill": _POOL_HINTS,
+    "decode": _POOL_HINTS,
+    "transfer": get_type_hints(TransferConfig),
+    "router": get_type_hints(RouterConfig),
+}
+"""Types of the keys of each section, and of those outside."""
 
 
 def load(path: Path | None, overrides: Sequence[str] = ()) -> ClusterConfig:
-    """Reads a YAML file (None: defaults) and applies `a.b=value` overrides, values being YAML. Raises ConfigError naming the key."""
+    """Reads a YAML file (None: defaults) and applies `a.b=value` overrides, values being YAML typed by their field (scalars.py).
+
+    Raises ConfigError naming the key.
+    """
     tree = _read(path) if path else {}
     for override in overrides:
         _override(tree, override)
-    return from_tree(tree)
+    return from_tree(_typed(tree))
+
+
+def _typed(tree: Tree) -> Tree:
+    """Each scalar as its field's type reads it."""
+    found: Tree = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            found[key] = {name: typed(inner, _HINTS.get(key, {}).get(name)) for name, inner in value.items()}
+        else:
+            found[key] = typed(value, _HINTS[""].get(key))
+    return found
 
 
 def from_tree(tree: Mapping[str, Any]) -> ClusterConfig:
@@ -191,7 +215,7 @@ def _leaves() -> Iterator[tuple[str, str]]:
 
 def _read(path: Path) -> Tree:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = parse(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -217,6 +241,6 @@ def _override(tree: Tree, text: str) -> None:
             inner = tree[section] = {}
         tree = inner
     try:
-        tree[name] = yaml.safe_load(value)
+        tree[name] = argument(value, _HINTS.get(".".join(sections), {}).get(name))
     except yaml.YAMLError:
         raise ConfigError(f"--set {text}: the value is not YAML") from None

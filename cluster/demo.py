@@ -20,6 +20,7 @@ from rich import box
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from cluster.config import ClusterConfig, from_tree
 from cluster.fetch import demo_model_dir
@@ -27,6 +28,7 @@ from cluster.serve import Deployment, Progress
 from protocol.messages import Address
 from router.policy import Replica
 from twopass.client import AsyncClient, Timing
+from twopass.console import plain_console
 
 STAGES = {
     "queue": ("tokenize", "router_queue", "prefill_queue"),
@@ -105,7 +107,7 @@ def _logbook() -> str:
 
 def run(model: Path | None, out: Path | None) -> None:
     """Raises TwopassError. Leaves nothing running."""
-    console = Console(highlight=False)
+    console = plain_console()
     with ExitStack() as running:
         with _waiting(console) as progress:
             model_dir = model or demo_model_dir(progress)
@@ -137,9 +139,9 @@ def _waiting(console: Console) -> Iterator[Progress]:
     with console.status("") if console.is_terminal else nullcontext() as status:
 
         def progress(text: str) -> None:
-            console.print(f"{time.monotonic() - started_at:5.1f} s  {text}", style="dim", markup=False)
+            console.print(f"{time.monotonic() - started_at:5.1f} s  {text}", style="dim", soft_wrap=True)
             if status is not None:
-                status.update(text)
+                status.update(Text(text))  # of a str it would read the markup
 
         yield progress
 
@@ -164,7 +166,7 @@ async def _answer_all(deployment: Deployment, answers: list[Answer], console: Co
                     watching.result()
                 await task
                 if not console.is_terminal:
-                    console.print(f"{answer.prompt.name}: {answer.text!r}", markup=False, soft_wrap=True)
+                    console.print(f"{answer.prompt.name}: {answer.text!r}", soft_wrap=True)
     finally:
         stopping.set()
     await watching
@@ -220,9 +222,9 @@ def _answer_table(answers: list[Answer], width: int) -> Table:
 
 def _request_table(answers: list[Answer]) -> Table:
     table = Table(title="Requests (times in ms)", title_justify="left", box=box.SIMPLE_HEAD, padding=0)
-    table.add_column("request", style="bold cyan")
+    table.add_column("request", style="bold cyan", overflow="fold")
     for name in ("tokens", "TTFT", *STAGES, "token\np50", "token\np99"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     for answer in answers:
         times = [answer.ttft_s, *(answer.stage_s(column) for column in STAGES), answer.inter_token_s(50), answer.inter_token_s(99)]
         milliseconds = [f"{seconds * 1e3:.0f}" for seconds in times]
@@ -233,10 +235,10 @@ def _request_table(answers: list[Answer]) -> Table:
 
 def _engine_table(engines: list[dict[str, Any]]) -> Table:
     table = Table(title="Engines", title_justify="left", box=box.SIMPLE_HEAD, padding=0)
-    table.add_column("engine", style="bold cyan")
-    table.add_column(f"{NUM_TRAYS} steps, tokens of each request")
+    table.add_column("engine", style="bold cyan", overflow="fold")
+    table.add_column(f"{NUM_TRAYS} steps, tokens of each request", overflow="fold")
     for name in ("steps", "blocks\nused", "KV\nmoved", "GB/s"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     for engine in engines:
         trays = "\n".join("  ".join(f"{request_id}:{num}" for request_id, num in tray.items()) for tray in engine["trays"])
         table.add_row(

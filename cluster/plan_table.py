@@ -15,9 +15,9 @@ def table(plan: Plan) -> Table:
         box=box.SIMPLE_HEAD,
         padding=0,
     )
-    result.add_column("per engine", style="bold cyan")
+    result.add_column("per engine", style="bold cyan", overflow="fold")
     for pool in plan.pools:
-        result.add_column(f"{pool.role} x{pool.replicas}", justify="right")
+        result.add_column(f"{pool.role} x{pool.replicas}", justify="right", overflow="fold")
     rows = [_rows(pool) for pool in plan.pools]
     for name in rows[0]:
         result.add_row(name, *(row[name] for row in rows))

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 if not os.environ.get("RAY_ADDRESS"):
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_worker_niceness", "0")
+    os.environ.update(RAY_grpc_enable_http_proxy="0")  # all of it is on loopback
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import ray

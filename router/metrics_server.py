@@ -30,7 +30,8 @@ class MetricsServer:
         try:
             self._server, self._thread = start_http_server(port, host, registry=_OnLoop(self._collector, asyncio.get_running_loop()))
         except OSError as error:
-            raise CapacityError(f"metrics_port: {host}:{port} is taken, or not an address of this machine") from error
+            shown = f"[{host}]" if ":" in host else host
+            raise CapacityError(f"metrics_port: {shown}:{port} is taken, or not an address of this machine") from error
         return int(self._server.server_port)
 
     async def stop(self) -> None:

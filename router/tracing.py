@@ -14,9 +14,11 @@ import re
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
+from urllib.parse import urlsplit
 
 from protocol.errors import ConfigError
 from router.request import Ended
+from twopass.proxy import is_loopback
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -128,6 +130,7 @@ def _ns(seconds: float) -> int:
 def export_to(endpoint: str) -> SpanTracing:
     """Sends spans to a collector's OTLP/HTTP door, in the background; one that cannot be reached costs the spans. Raises ConfigError."""
     try:
+        import requests
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
@@ -137,5 +140,7 @@ def export_to(endpoint: str) -> SpanTracing:
             f"router.otlp_endpoint: {endpoint} needs packages that are missing ({error}): pip install 'twopass[tracing]'"
         ) from error
     provider = TracerProvider(resource=Resource.create({"service.name": "twopass"}))
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint, timeout=EXPORT_TIMEOUT_S)))
+    session = requests.Session()
+    session.trust_env = not is_loopback(urlsplit(endpoint).hostname or "")  # the environment's proxies do not lead to this machine
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint, timeout=EXPORT_TIMEOUT_S, session=session)))
     return SpanTracing(provider)

@@ -9,9 +9,9 @@ from types import ModuleType
 from typing import Annotated, ParamSpec
 
 import typer
-from rich.console import Console
 
 from twopass.client import Client
+from twopass.console import plain_console
 from twopass.errors import TwopassError
 from twopass.wire import GenerateOptions
 
@@ -20,7 +20,7 @@ P = ParamSpec("P")
 SERVER_COMMANDS = ("serve", "plan", "demo", "replay")
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Disaggregated LLM serving.")
-console = Console(stderr=True, highlight=False)
+console = plain_console(stderr=True)
 
 
 def reported(command: Callable[P, None]) -> Callable[P, None]:
@@ -31,7 +31,7 @@ def reported(command: Callable[P, None]) -> Callable[P, None]:
         try:
             command(*args, **kwargs)
         except TwopassError as error:
-            console.print(f"{type(error).__name__}: {error}", style="bold red", markup=False, soft_wrap=True)
+            console.print(f"{type(error).__name__}: {error}", style="bold red")
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
@@ -92,9 +92,7 @@ def _server_commands() -> ModuleType | None:
 
 
 def _absent(arguments: Annotated[list[str] | None, typer.Argument(hidden=True)] = None) -> None:
-    console.print(
-        "The server packages are not installed here. In the source tree: pip install -e '.[server]'", style="bold red", markup=False
-    )
+    console.print("The server packages are not installed here. In the source tree: pip install -e '.[server]'", style="bold red")
     raise typer.Exit(2)
 
 

@@ -18,6 +18,7 @@ import grpc
 from twopass.errors import ClientClosed
 from twopass.proto import twopass_pb2 as pb
 from twopass.proto.twopass_pb2_grpc import TwopassStub
+from twopass.proxy import is_loopback
 from twopass.wire import (
     Chunk,
     Completion,
@@ -52,13 +53,18 @@ _CHANNEL_OPTIONS = (
 )
 
 
+def _channel_options(address: str) -> tuple[tuple[str, int], ...]:
+    """No proxy leads to this machine, whatever the environment says."""
+    return (*_CHANNEL_OPTIONS, ("grpc.enable_http_proxy", 0)) if is_loopback(address) else _CHANNEL_OPTIONS
+
+
 class Client:
     """One connection, for any number of threads. `timeout_s`: deadline of each call that names none; None: no deadline."""
 
     def __init__(self, address: str, *, timeout_s: float | None = None) -> None:
-        self._channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        self._channel = grpc.insecure_channel(address, options=_channel_options(address))
         self._stub = TwopassStub(self._channel)  # type: ignore[no-untyped-call]  # generated
-        self._timeout_s = timeout_s
+        self._address, self._timeout_s = address, timeout_s
 
     def generate(
         self, prompt: str | None = None, *, prompt_token_ids: Iterable[int] | None = None, **options: Unpack[GenerateOptions]
@@ -125,7 +131,7 @@ class Client:
     def _start(self, request: pb.GenerateRequest, options: GenerateOptions) -> "Stream":
         try:
             call = self._stub.Generate(request, timeout=options.get("timeout_s", self._timeout_s), metadata=call_metadata(options))
-            return Stream(call)
+            return Stream(call, self._address)
         except ValueError as error:  # what grpc raises on a closed channel
             raise ClientClosed(str(error)) from error
 
@@ -133,7 +139,7 @@ class Client:
         try:
             return method(request, timeout=self._timeout_s)
         except grpc.RpcError as error:
-            raise to_error(error) from error
+            raise to_error(error, self._address) from error
         except ValueError as error:
             raise ClientClosed(str(error)) from error
 
@@ -141,8 +147,8 @@ class Client:
 class Stream(Iterator[Chunk]):
     """One answer on its way: iterate it, `read` the rest, or `close` it to cancel the request."""
 
-    def __init__(self, call: Any) -> None:
-        self._call = call
+    def __init__(self, call: Any, address: str) -> None:
+        self._call, self._address = call, address
         self._ended = False
 
     def __next__(self) -> Chunk:
@@ -153,7 +159,7 @@ class Stream(Iterator[Chunk]):
                 raise incomplete() from None
             raise
         except grpc.RpcError as error:
-            raise to_error(self._call) from error
+            raise to_error(self._call, self._address) from error
         chunk = to_chunk(message)
         self._ended = chunk.usage is not None
         return chunk
@@ -185,9 +191,9 @@ class AsyncClient:
     """As `Client`, for one event loop."""
 
     def __init__(self, address: str, *, timeout_s: float | None = None) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        self._channel = grpc.aio.insecure_channel(address, options=_channel_options(address))
         self._stub = TwopassStub(self._channel)  # type: ignore[no-untyped-call]  # generated
-        self._timeout_s = timeout_s
+        self._address, self._timeout_s = address, timeout_s
 
     def generate(
         self, prompt: str | None = None, *, prompt_token_ids: Iterable[int] | None = None, **options: Unpack[GenerateOptions]
@@ -254,7 +260,7 @@ class AsyncClient:
     def _start(self, request: pb.GenerateRequest, options: GenerateOptions) -> "AsyncStream":
         try:
             call = self._stub.Generate(request, timeout=options.get("timeout_s", self._timeout_s), metadata=call_metadata(options))
-            return AsyncStream(call)
+            return AsyncStream(call, self._address)
         except grpc.aio.UsageError as error:
             raise ClientClosed(str(error)) from error
 
@@ -262,7 +268,7 @@ class AsyncClient:
         try:
             return await method(request, timeout=self._timeout_s)
         except grpc.RpcError as error:
-            raise to_error(error) from error
+            raise to_error(error, self._address) from error
         except grpc.aio.UsageError as error:
             raise ClientClosed(str(error)) from error
 
@@ -270,15 +276,15 @@ class AsyncClient:
 class AsyncStream(AsyncIterator[Chunk]):
     """As `Stream`; `aclose` cancels the request."""
 
-    def __init__(self, call: Any) -> None:
-        self._call = call
+    def __init__(self, call: Any, address: str) -> None:
+        self._call, self._address = call, address
         self._ended = False
 
     async def __anext__(self) -> Chunk:
         try:
             message = await self._call.read()
         except grpc.RpcError as error:
-            raise to_error(error) from error
+            raise to_error(error, self._address) from error
         if message is grpc.aio.EOF:
             if not self._ended:
                 raise incomplete()

@@ -8,6 +8,7 @@ from google.protobuf.message import Message
 
 from twopass.errors import InvalidRequest, RequestError, ServerError, from_status
 from twopass.proto import twopass_pb2 as pb
+from twopass.proxy import proxy_of
 
 FinishReason = Literal["stop", "length"]
 M = TypeVar("M", bound=Message)
@@ -326,7 +327,10 @@ def incomplete() -> ServerError:
     return ServerError("the stream ended before the answer was complete", status="OK")
 
 
-def to_error(call: Any) -> RequestError:
-    """`call`: an ended call or the error it raised; both know status, details and trailing metadata."""
+def to_error(call: Any, address: str) -> RequestError:
+    """`call`: an ended call or the error it raised; both know status, details and trailing metadata. `address`: the server's."""
     metadata = {str(key): str(value) for key, value in call.trailing_metadata() or ()}
-    return from_status(call.code().name, call.details() or "", metadata)
+    status, details = call.code().name, call.details() or ""
+    if status == "UNAVAILABLE" and (proxy := proxy_of(address)):  # of which gRPC's own words show no more than an IP address
+        details += f"; {address} is reached through a proxy, {proxy}: if it should not be, list the host in no_proxy"
+    return from_status(status, details, metadata)

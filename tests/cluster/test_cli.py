@@ -44,6 +44,57 @@ def run(*args: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([sys.executable, "-m", "twopass", *args], cwd=ROOT, capture_output=True, text=True)
 
 
+FOREIGN = ["/models/[/red]/[bold]x[/bold]", "a :warning: [link=http://x]y", "/a/very/long/path" * 20]
+"""What markup, emoji codes and the width of a terminal would change, or what would end the process."""
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [("127.0.0.1", "127.0.0.1:7"), ("::1", "[::1]:7"), ("::", "localhost:7, as on every interface"), ("router.lan", "router.lan:7")],
+)
+def test_serve_says_everything_as_it_is_on_one_line_each(host: str, address: str) -> None:
+    """A deployment that only says things and is asked to stop at once."""
+    code = """
+import cluster.serve, json, os, signal, sys
+class Deployment:
+    port, metrics_port = 7, 8
+    def __init__(self, config, progress):
+        for text in json.loads(os.environ["TEXTS"]):
+            progress(text)
+    def __enter__(self): return self
+    def __exit__(self, *error): pass
+    def watch(self): os.kill(os.getpid(), signal.SIGTERM)
+    def drain(self, deadline_s): return 0
+cluster.serve.Deployment = Deployment
+from twopass.__main__ import main
+main()
+"""
+    command = [sys.executable, "-c", code, "serve", "--set", "runner=arithmetic", "--set", f"router.grpc_host={host}"]
+    environment = {**os.environ, "TEXTS": json.dumps(FOREIGN), "COLUMNS": "40"}
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    lines = result.stderr.splitlines()
+    assert (result.returncode, lines[: len(FOREIGN)]) == (0, FOREIGN), result.stderr
+    assert f"serving on {address}; Ctrl-C drains" in lines
+    assert "metrics on http://127.0.0.1:8/metrics" in lines
+
+
+def test_an_error_about_a_strange_path_is_one_line() -> None:
+    path = f"/nowhere/[/red] :warning: {'x' * 200}"
+    result = run("serve", "--set", f"model={path}")
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert f"ModelError: {path}" in result.stderr
+
+
+def test_the_plan_folds_and_cuts_nothing() -> None:
+    command = [sys.executable, "-m", "twopass", "plan", "--set", "runner=arithmetic"]
+    wide, narrow = (
+        subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "COLUMNS": columns}).stdout
+        for columns in ("120", "24")
+    )
+    assert "max_num_seqs" in wide and "…" not in wide
+    assert "…" not in narrow and narrow.count("\n") > wide.count("\n")
+
+
 def test_replay_writes_and_shows_the_steps(tmp_path: Path) -> None:
     recorded = ROOT / "tests" / "data" / "scheduler" / "t11_preempt_fcfs_cache.json"
     out = tmp_path / "steps.json"
@@ -72,7 +123,7 @@ def run_without_server(*args: str) -> "subprocess.CompletedProcess[str]":
 def test_server_commands_say_what_is_missing(command: str) -> None:
     result = run_without_server(command, "--set", "a=b")
     assert result.returncode == 2
-    assert result.stderr.replace("\n", " ").startswith("The server packages are not installed here.")
+    assert result.stderr == "The server packages are not installed here. In the source tree: pip install -e '.[server]'\n"
 
 
 def test_client_commands_work_without_the_server() -> None:

@@ -29,8 +29,14 @@ SERVE = (
 )
 
 
+DEAD_PROXY = dict.fromkeys(("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy"), "http://127.0.0.1:9")
+"""What companies set, pointing to nobody: nothing on this machine may take that way."""
+
+
 def twopass(*args: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen([sys.executable, "-m", "twopass", *args], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    environment = {**os.environ, **DEAD_PROXY, "RAY_grpc_enable_http_proxy": "1"}
+    environment.pop("no_proxy", None)
+    return subprocess.Popen([sys.executable, "-m", "twopass", *args], cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment)
 
 
 def failure(*args: str) -> str:

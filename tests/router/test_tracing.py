@@ -179,7 +179,8 @@ def collector() -> Iterator[tuple[str, "SimpleQueue[ExportTraceServiceRequest]"]
         thread.join()
 
 
-def test_spans_arrive_at_a_collector() -> None:
+def test_spans_arrive_at_a_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody there
     with collector() as (endpoint, received):
         tracing = export_to(endpoint)
         trace = tracing.begin(TRACEPARENT)

@@ -1,0 +1,38 @@
+"""What the demo prints, whatever stands in names, paths and answers."""
+
+import io
+
+from rich.console import Console
+
+from cluster import demo
+from twopass.console import plain_console
+
+FOREIGN = "[/red] [bold]x :warning: /models/of/somebody"
+
+
+def terminal(width: int) -> tuple[Console, io.StringIO]:
+    """A plain console that believes in a terminal, and what it shows."""
+    console, shown = plain_console(), io.StringIO()
+    console.file, console.width = shown, width
+    console._force_terminal = True
+    return console, shown
+
+
+def test_progress_beside_the_spinner_is_shown_as_it_is() -> None:
+    console, shown = terminal(40)
+    with demo._waiting(console) as progress:
+        progress(f"model is in {FOREIGN * 4}")
+    assert f"model is in {FOREIGN * 4}" in shown.getvalue()
+
+
+def test_answers_may_say_anything_and_tables_fold() -> None:
+    console, shown = terminal(80)
+    answer = demo.Answer(demo.Prompt("[/red]", "", 8), text=FOREIGN, token_times_s=[0.1, 0.2])
+    console.print(demo._answer_table([answer], 60))
+    console.print(demo._request_table([answer]))
+    engine = {"replica_id": "decode-0[/red]", "trays": [{"Z" * 90: 1}], "steps": 12345678.0, "num_blocks": 5, "num_blocks_used": 4}
+    console.print(demo._engine_table([{**engine, "bytes_moved": 123456789.0, "gb_per_s": 1.5}]))
+    text = shown.getvalue()
+    assert "…" not in text
+    assert FOREIGN[-30:] in text and "decode-0[/red]" in text
+    assert text.count("Z") == 90

@@ -17,8 +17,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from bench.scenario import NO_FAULTS, Client, Scenario
-from bench.simulator import Simulation
 from cluster.fetch import demo_model_dir
 from engine.config import EngineConfig
 from engine.models.llama import load_model
@@ -28,6 +26,8 @@ from engine.runners.torch_cpu import TorchCPURunner
 from protocol.messages import SamplingParams
 from router.admission import ClientRequest
 from router.config import RouterConfig
+from simulator.scenario import NO_FAULTS, Client, Scenario
+from simulator.simulation import Simulation
 
 Mode = Literal["recompute", "swap", "remote", "auto"]
 

@@ -149,13 +149,13 @@ def simulate(
 ) -> None:
     """Runs the real router, services and schedulers in virtual time: a workload on a configuration, or one fault schedule."""
     if seed is not None:
-        from bench.simulator import show_seed
+        from simulator.seeds import show_seed
 
         if not show_seed(seed, typer.echo if replay else lambda line: None):
             raise typer.Exit(1)
         return
-    from bench import load as load_simulation
     from cluster import build
+    from cluster import simulate as load_simulation
     from cluster.config import load
 
     loaded = load(config, ["runner=arithmetic", *(set_ or [])])

@@ -32,7 +32,7 @@ ALONE = (
     "tests/deploy",
     "tests/e2e",
     "tests/kv_transfer",
-    "tests/simulation/test_fault_schedules.py",
+    "tests/simulator/test_fault_schedules.py",
 )
 """Tests that start deployments, take every core or look at what processes leave on the machine: one after the other."""
 

@@ -10,8 +10,6 @@ import pytest
 
 import decode_pool.service
 import prefill_pool.service
-from bench.scenario import ALL_FAULTS, drawn
-from bench.simulator import Simulation
 from kv_transfer.state import DECODE_TABLE, PREFILL_TABLE, advance
 from kv_transfer.state import DecodeEvent as D
 from kv_transfer.state import DecodeState as InDecode
@@ -21,6 +19,8 @@ from protocol.errors import DeadlineExceeded, RequestCancelled, RequestError
 from protocol.messages import FinishReason
 from router.request import Open
 from router.router import Router
+from simulator.scenario import ALL_FAULTS, drawn
+from simulator.simulation import Simulation
 
 NUM_SEEDS = 150
 FAULTS = replace(ALL_FAULTS, cancel=0.3, deadline=0.6, step_failure=0.05, kills=3, router_kills=3, drains=3)

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterable
 
-from bench.engine_book import EngineBook
-from bench.refusals import Refusals
-from bench.replica import Replica
-from bench.router_book import RouterBook
-from bench.scenario import Scenario
 from protocol.clock import VirtualClock
 from protocol.messages import Address, Envelope, GenerateRequest
 from router.router import Router
+from simulator.engine_book import EngineBook
+from simulator.refusals import Refusals
+from simulator.replica import Replica
+from simulator.router_book import RouterBook
+from simulator.scenario import Scenario
 
 
 class Ledger:

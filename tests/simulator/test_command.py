@@ -1,4 +1,4 @@
-"""`python -m bench.simulator` as a process."""
+"""`python -m simulator` as a process."""
 
 import signal
 import subprocess
@@ -9,7 +9,7 @@ from tests.e2e.leftovers import descendants
 
 
 def test_sigterm_ends_its_workers_too() -> None:
-    with subprocess.Popen([sys.executable, "-m", "bench.simulator", "--seeds", "100000", "--processes", "2"]) as simulator:
+    with subprocess.Popen([sys.executable, "-m", "simulator", "--seeds", "100000", "--processes", "2"]) as simulator:
         while not (workers := [pid for pid, command in descendants(simulator.pid).items() if "spawn_main" in command]):
             assert simulator.poll() is None
         simulator.send_signal(signal.SIGTERM)

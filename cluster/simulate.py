@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from bench.scenario import NO_FAULTS, Client, Scenario
-from bench.simulator import Simulation
 from cluster.config import ClusterConfig
 from engine.runner import Batch
 from engine.runners.arithmetic import expected_tokens
 from protocol.errors import ConfigError
 from protocol.messages import SamplingParams
 from router.admission import ClientRequest
+from simulator.scenario import NO_FAULTS, Client, Scenario
+from simulator.simulation import Simulation
 
 START_S = 0.5
 """Engines have said hello by then."""

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.load import StepCosts, scenario, simulate, workload
 from cluster.config import ClusterConfig, from_tree
+from cluster.simulate import StepCosts, scenario, simulate, workload
 from protocol.errors import ConfigError
 
 COSTS = StepCosts(step_s=0.01, decode_s=0.0, prompt_token_s=0.001, block_s=0.0, wire_s=0.001)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from bench import speed
-from bench.speed import measure
+from simulator import speed
+from simulator.speed import measure
 
 
 def test_both_runners_give_the_answers_and_count_the_same_steps() -> None:

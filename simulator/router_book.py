@@ -3,15 +3,15 @@
 from collections import Counter
 from typing import NamedTuple
 
-from bench.replica import LAYOUT
-from bench.scenario import Client, Scenario
-from bench.violation import Violation
 from protocol.block_hash import chain_hashes, root_hash
 from protocol.clock import VirtualClock
 from protocol.errors import InvalidRequest, RequestError, RequestFailed
 from protocol.messages import Address, Envelope, GenerateRequest, Hello, StepTokens
 from router.request import Ended
 from router.router import Router
+from simulator.replica import LAYOUT
+from simulator.scenario import Client, Scenario
+from simulator.violation import Violation
 
 ROUNDING_S = 1e-6
 

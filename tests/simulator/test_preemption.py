@@ -6,15 +6,15 @@ from itertools import product
 
 import pytest
 
-from bench.scenario import ALL_FAULTS, NO_FAULTS, Faults, drawn
-from bench.simulator import Simulation
-from bench.violation import Violation
 from engine.host_pool import HostPool
 from engine.runner import Batch, Int32, StepOutput
 from engine.runners.host_copies import HostCopies
 from engine.scheduler import Scheduler
 from engine.scheduler_state import SchedulerState
 from engine.sequence import Sequence
+from simulator.scenario import ALL_FAULTS, NO_FAULTS, Faults, drawn
+from simulator.simulation import Simulation
+from simulator.violation import Violation
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 FAILING_STEPS = Faults(step_failure=0.1)

@@ -1,7 +1,7 @@
-"""Seeded fault schedules: the real router, services and schedulers under a virtual clock (bench/simulation.py), thousands of them.
+"""Seeded fault schedules: the real router, services and schedulers under a virtual clock (simulator/simulation.py), thousands of them.
 
-    python -m bench.simulator --first-seed 1 --seeds 500      exit 1 and the seed at the first broken invariant
-    python -m bench.simulator --speed                         engine steps a second, without faults
+    python -m simulator --first-seed 1 --seeds 500      exit 1 and the seed at the first broken invariant
+    python -m simulator --speed                         engine steps a second, without faults
 
 A seed is a run, sizes and faults included; `twopass simulate --seed N --replay` shows it.
 """
@@ -17,12 +17,10 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
-from bench.scenario import ALL_FAULTS, NO_FAULTS, drawn
-from bench.simulation import Simulation
-from bench.speed import report
-from bench.violation import Violation
-
-__all__ = ["Simulation", "of_seed", "run_seed", "run_seeds", "show_seed"]
+from simulator.scenario import ALL_FAULTS, NO_FAULTS, drawn
+from simulator.simulation import Simulation
+from simulator.speed import report
+from simulator.violation import Violation
 
 POOLS = ((1, 1), (2, 2), (1, 3), (0, 2), (2, 1), (2, 3))
 """(prefill, decode) engines of a drawn run."""
@@ -86,7 +84,7 @@ def in_words(totals: Counter[str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Run seeded fault schedules; exit 1 at the first violation.")
+    parser = argparse.ArgumentParser(prog="python -m simulator", description="Run seeded fault schedules; exit 1 at the first violation.")
     parser.add_argument("--first-seed", type=int, default=1)
     parser.add_argument("--seeds", type=int, default=100)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
@@ -105,7 +103,3 @@ def main() -> None:
         sys.exit(1)
     seconds = time.perf_counter() - started
     print(f"{in_words(totals)}, no violation, {seconds:.1f} s")
-
-
-if __name__ == "__main__":
-    main()

@@ -3,12 +3,12 @@
 from collections import Counter
 from functools import partial
 
-from bench.engines import Engines
-from bench.heap import Heap
-from bench.replica import Replica
-from bench.router_shell import TICK_S, RouterShell
-from bench.scenario import Scenario
 from protocol.messages import Drain, Envelope
+from simulator.engines import Engines
+from simulator.heap import Heap
+from simulator.replica import Replica
+from simulator.router_shell import TICK_S, RouterShell
+from simulator.scenario import Scenario
 
 CALM_S = 0.5
 """Nothing befalls a process before."""

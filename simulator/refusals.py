@@ -1,11 +1,11 @@
 """Every refused lease reaches the router: an engine has told of the attempt's end, or the router has ended it itself."""
 
-from bench.replica import Replica
-from bench.violation import Violation
 from prefill_pool.service import PrefillService
 from protocol.clock import VirtualClock
 from protocol.messages import Envelope, KVRelease, StepTokens
 from router.router import Router
+from simulator.replica import Replica
+from simulator.violation import Violation
 
 
 class Refusals:

@@ -1,6 +1,6 @@
-"""What one simulated run consists of: engines, clients, speeds and faults. The event heap (bench/simulation.py) plays it.
+"""What one simulated run consists of: engines, clients, speeds and faults. The event heap (simulator/simulation.py) plays it.
 
-`drawn` makes one from a seed, small and nasty; bench/load.py makes one from a configuration and a workload.
+`drawn` makes one from a seed, small and nasty; cluster/simulate.py makes one from a configuration and a workload.
 """
 
 import random

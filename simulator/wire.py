@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from functools import partial
 
-from bench.heap import Heap
 from protocol.delivery import Outgoing
 from protocol.messages import Address, Envelope, KVHandoff, KVRelease, Message
+from simulator.heap import Heap
 
 Inlet = Callable[[Envelope], None]
 

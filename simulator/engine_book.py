@@ -3,15 +3,15 @@ answer gets a token in every step)."""
 
 from collections import Counter
 
-from bench.refusals import Refusals
-from bench.replica import Replica
-from bench.violation import Violation
 from decode_pool.service import DecodeService
 from engine.runner import Batch
 from engine.sequence import Sequence
 from kv_transfer.lease import LeaseTable, Words
 from protocol.clock import VirtualClock
 from protocol.messages import ROUTER_ID, AbortRequest, Envelope, GenerateRequest, KVHandoff, KVRelease, KVRevoke, RequestKey, StepTokens
+from simulator.refusals import Refusals
+from simulator.replica import Replica
+from simulator.violation import Violation
 
 _COUNTERS = ("requests", "steps", "scheduled_tokens", "generated_tokens")
 _PREFILL_COUNTERS = (*_COUNTERS, "prompt_tokens", "handoffs", "consumed", "refused", "expired")

@@ -1,10 +1,10 @@
 """How fast the simulator plays: engine steps a second of wall time while every decode engine runs 100 requests, without faults.
 
-    python -m bench.simulator --speed
+    python -m simulator --speed
 
 Measured from the moment when all requests run to the first end. Router, services and schedulers are the real ones. With the invariants
 off a cheaper runner gives the same tokens of the arithmetic model: it keeps each row's sum instead of reading its cache. One process, then
-as many as there are cores, as `bench.simulator` plays seeds.
+as many as there are cores, as `python -m simulator` plays seeds.
 """
 
 import os
@@ -16,14 +16,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bench.scenario import NO_FAULTS, Client, Scenario
-from bench.simulation import Simulation
-from bench.summing_runner import SummingRunner
 from engine.config import EngineConfig
 from engine.runners.arithmetic import VOCAB_SIZE, ArithmeticRunner, expected_tokens
 from protocol.messages import SamplingParams
 from router.admission import ClientRequest
 from router.config import RouterConfig
+from simulator.scenario import NO_FAULTS, Client, Scenario
+from simulator.simulation import Simulation
+from simulator.summing_runner import SummingRunner
 
 NUM_RUNNING = 100
 NUM_DECODE = 2

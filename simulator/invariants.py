@@ -5,16 +5,16 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from bench.engines import Engines
-from bench.replica import LAYOUT, Replica
-from bench.router_shell import RouterShell
-from bench.scenario import Scenario
-from bench.violation import Violation
 from engine.runners.arithmetic import expected_logprobs, expected_tokens
 from kv_transfer.local import LocalPull
 from prefill_pool.service import PrefillService
 from protocol.block_hash import chain_hashes, root_hash
 from protocol.clock import VirtualClock
+from simulator.engines import Engines
+from simulator.replica import LAYOUT, Replica
+from simulator.router_shell import RouterShell
+from simulator.scenario import Scenario
+from simulator.violation import Violation
 
 __all__ = ["Invariants", "Violation"]
 

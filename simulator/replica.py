@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from bench.scenario import Scenario
 from decode_pool.service import DecodeService
 from engine.config import EngineConfig
 from engine.runner import Batch
@@ -20,6 +19,7 @@ from protocol.clock import Clock
 from protocol.delivery import Incoming, Outgoing
 from protocol.messages import Address, Envelope, Hello
 from protocol.router_link import LinkConfig
+from simulator.scenario import Scenario
 
 LAYOUT = b"simulated-layout"
 LINK = LinkConfig(status_interval_s=1.0, router_timeout_s=10.0)

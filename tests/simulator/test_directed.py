@@ -8,11 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.engines import Engines
-from bench.scenario import ALL_FAULTS, MODES, NO_FAULTS, TRANSFER, Client, Faults, Scenario, drawn
-from bench.simulator import Simulation
-from bench.violation import Violation
-from bench.wire import Wire
 from engine.admission import seat_arrived
 from engine.config import EngineConfig
 from engine.preemption import Mode
@@ -23,6 +18,11 @@ from protocol.errors import RequestCancelled, RequestFailed
 from protocol.messages import Envelope, GenerateRequest, SamplingParams
 from router.admission import ClientRequest
 from router.config import RouterConfig
+from simulator.engines import Engines
+from simulator.scenario import ALL_FAULTS, MODES, NO_FAULTS, TRANSFER, Client, Faults, Scenario, drawn
+from simulator.simulation import Simulation
+from simulator.violation import Violation
+from simulator.wire import Wire
 
 BLOCK_SIZE = 4
 

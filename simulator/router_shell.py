@@ -3,17 +3,17 @@
 from collections.abc import Iterable, Iterator
 from functools import partial
 
-from bench.heap import Action, Heap
-from bench.ledger import Ledger
-from bench.scenario import Client, Scenario
-from bench.violation import Violation
-from bench.wire import Wire, text
 from protocol.delivery import Incoming, Outgoing
 from protocol.errors import RequestError, RequestFailed
 from protocol.messages import ROUTER_ID, Address, Envelope
 from router.buffer import Buffer
 from router.request import Delivered, Ended
 from router.router import Router
+from simulator.heap import Action, Heap
+from simulator.ledger import Ledger
+from simulator.scenario import Client, Scenario
+from simulator.violation import Violation
+from simulator.wire import Wire, text
 
 TICK_S = 0.1
 

@@ -13,18 +13,18 @@ died) and the runner (the arithmetic one, whose step takes a drawn time). Same s
 import itertools
 from functools import partial
 
-from bench.engines import Engines
-from bench.heap import Heap
-from bench.invariants import Invariants
-from bench.ledger import Ledger
-from bench.replica import Replica
-from bench.router_shell import RouterShell
-from bench.scenario import Client, Scenario
-from bench.supervisor import Supervisor
-from bench.violation import Violation
-from bench.wire import Wire
 from protocol.errors import ProtocolError
 from router.router import Router
+from simulator.engines import Engines
+from simulator.heap import Heap
+from simulator.invariants import Invariants
+from simulator.ledger import Ledger
+from simulator.replica import Replica
+from simulator.router_shell import RouterShell
+from simulator.scenario import Client, Scenario
+from simulator.supervisor import Supervisor
+from simulator.violation import Violation
+from simulator.wire import Wire
 
 
 class Simulation:

@@ -6,19 +6,19 @@ from typing import Any
 
 import numpy as np
 
-from bench.heap import Heap
-from bench.ledger import Ledger
-from bench.replica import Replica, build
-from bench.router_shell import TICK_S, RouterShell
-from bench.scenario import HalfRight, Scenario
-from bench.violation import Violation
-from bench.wire import Wire, text
 from decode_pool.service import DecodeService
 from engine.runner import Batch
 from kv_transfer.lease import LeaseTable, Words
 from kv_transfer.local import LocalNetwork, LocalPull
 from protocol.messages import ROUTER_ID, Address, Envelope
 from protocol.timers import Timers
+from simulator.heap import Heap
+from simulator.ledger import Ledger
+from simulator.replica import Replica, build
+from simulator.router_shell import TICK_S, RouterShell
+from simulator.scenario import HalfRight, Scenario
+from simulator.violation import Violation
+from simulator.wire import Wire, text
 
 
 class Engines:

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from bench import simulator
-from bench.scenario import NO_FAULTS, drawn
-from bench.simulator import Simulation, of_seed, run_seeds
-from bench.violation import Violation
 from prefill_pool.service import PrefillService
+from simulator import seeds
+from simulator.scenario import NO_FAULTS, drawn
+from simulator.seeds import of_seed, run_seeds
+from simulator.simulation import Simulation
+from simulator.violation import Violation
 
 ROOT = Path(__file__).parents[2]
 NUM_SEEDS = 2000
@@ -27,7 +28,7 @@ def test_2000_seeds_keep_every_invariant() -> None:
 
 
 def test_a_long_run_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(simulator, "PROGRESS_SEEDS", 2)
+    monkeypatch.setattr(seeds, "PROGRESS_SEEDS", 2)
     totals = run_seeds(1, 3)
     assert totals["seeds"] == 3
     (line,) = capsys.readouterr().err.splitlines()
@@ -65,11 +66,11 @@ def test_the_command_ends_with_one_and_names_the_seed(monkeypatch: pytest.Monkey
     monkeypatch.setattr(PrefillService, "_on_release", lambda self, envelope: None)  # a bug that seed 8 finds
     monkeypatch.setattr(sys, "argv", ["simulator", "--first-seed", "8", "--seeds", "1", "--processes", "1"])
     with pytest.raises(SystemExit) as ended:
-        simulator.main()
+        seeds.main()
     assert ended.value.code == 1
     assert "seed 8, " in (said := capsys.readouterr().out) and "twopass simulate --seed 8 --replay" in said
     lines: list[str] = []
-    assert not simulator.show_seed(8, lines.append)
+    assert not seeds.show_seed(8, lines.append)
     assert len(lines) > 100 and "seed 8, " in capsys.readouterr().out
 
 

@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 
-from bench.simulator import run_seeds
-from bench.violation import Violation
 from decode_pool.pulls import Pulls
 from decode_pool.service import Decode, DecodeService
 from engine import admission, placement
@@ -25,6 +23,8 @@ from router.admission import ClientRequest, Limits
 from router.policy import Pick
 from router.request import Delivered, Open
 from router.router import Router
+from simulator.seeds import run_seeds
+from simulator.violation import Violation
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 

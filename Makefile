@@ -48,12 +48,12 @@ proto: setup
 	$(BIN)/python -m twopass.proto.generate
 
 bench: setup
-	$(BIN)/python -m bench.scheduler --json
+	$(BIN)/python -m bench.scheduler_time --json
 	$(BIN)/python -m bench.transfer --json
-	$(BIN)/python -m bench.router
+	$(BIN)/python -m bench.router_overhead
 	$(BIN)/python -m bench.serving
 	$(BIN)/python -m bench.interference
-	$(BIN)/python -m bench.preemption --json
+	$(BIN)/python -m bench.preemption_modes --json
 
 soak: setup
 	$(BIN)/python -m bench.soak $(ARGS)

@@ -29,7 +29,7 @@ POISSON_DEFAULTS = {"requests": 100.0, "rate": 2.0, "prompt": 256.0, "output": 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
-    """Seconds. The defaults are what SmolLM2-135M in bf16 takes on one thread of a server CPU, as `python -m bench.preemption` measures."""
+    """Seconds. The defaults are what SmolLM2-135M in bf16 takes on one thread of a server CPU: `python -m bench.preemption_modes`."""
 
     step_s: float = 0.008
     decode_s: float = 0.0011

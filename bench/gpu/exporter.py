@@ -8,7 +8,7 @@ from typing import Any, Self, cast
 
 import torch
 
-from bench.gpu.exports import Kind, as_tensor, export, open_device
+from bench.gpu.device_exports import Kind, as_tensor, export, open_device
 from bench.gpu.setting import Setting
 from kv_transfer.lease import LeaseTable
 from kv_transfer.transport import Endpoint

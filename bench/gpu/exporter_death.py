@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
+from bench.gpu.device_exports import Kind, open_device
 from bench.gpu.exporter import LEASE_ID, Exporter
-from bench.gpu.exports import Kind, open_device
 from bench.gpu.report import Cell, Column, Item, Note, Problem, Table
 from bench.gpu.setting import SHARED_MEMORY, Setting
 from bench.gpu.transfer import Importer

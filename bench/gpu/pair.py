@@ -7,8 +7,8 @@ from typing import cast
 import torch
 
 from bench.gpu.answers import Answers, compare
-from bench.gpu.engines import Deployment
-from bench.gpu.exports import KINDS, Kind
+from bench.gpu.deployment import Deployment
+from bench.gpu.device_exports import KINDS, Kind
 from bench.gpu.generation import engine_config, generate, some_requests
 from bench.gpu.models import NUM_BLOCKS, cpu_runner, small_config, small_model
 from bench.gpu.report import Cell, Column, Item, Note, Problem, Table

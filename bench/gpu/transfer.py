@@ -10,8 +10,8 @@ from statistics import median
 
 import torch
 
+from bench.gpu.device_exports import KINDS, Kind, as_tensor, importing, open_device
 from bench.gpu.exporter import Exporter, content
-from bench.gpu.exports import KINDS, Kind, as_tensor, importing, open_device
 from bench.gpu.report import Cell, Column, Item, Note, Problem, Table
 from bench.gpu.setting import SHARED_MEMORY, Setting
 from kv_transfer.device import Device

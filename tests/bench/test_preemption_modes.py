@@ -1,6 +1,6 @@
 """The comparison of preemption modes, with costs given instead of measured."""
 
-from bench.preemption import MeasuredCosts, run_mode
+from bench.preemption_modes import MeasuredCosts, run_mode
 
 COSTS = MeasuredCosts(step_s=0.02, decode_s=0.001, prompt_token_s=0.002, copy_block_s=0.0001, block_bytes=1000)
 

@@ -1,6 +1,6 @@
 """What the router adds to a token: from an engine's `StepTokens` arriving to the client having it, 64 streams at once.
 
-    python -m bench.router [--json]
+    python -m bench.router_overhead [--json]
 
 The real core, front door and gRPC server run in this process, a client in another; one engine is played by a timer that hands in one
 `StepTokens` with a token for every stream. Beside it the same messages over grpc.aio alone: what a server with no router behind it would

@@ -1,4 +1,4 @@
-"""The preemption modes beside each other under KV pressure: `python -m bench.preemption [--json] [--model DIR]`.
+"""The preemption modes beside each other under KV pressure: `python -m bench.preemption_modes [--json] [--model DIR]`.
 
 Costs are measured on the real model and runner in this process: a decode step, a prompt token, a block copied to host memory. The load
 then runs in the simulator with these costs: the real router, services and schedulers of one prefill and one decode engine, a virtual clock,

@@ -1,4 +1,4 @@
-"""CPU time of one schedule + commit: `python -m bench.scheduler --json`. Medians in microseconds of this thread's CPU time.
+"""CPU time of one schedule + commit: `python -m bench.scheduler_time --json`. Medians in microseconds of this thread's CPU time.
 
 decode: every running sequence takes one token. mixed: 256 seats kept full, prompts of 64 to 1,024 tokens arriving as answers of 64 to
 192 tokens end. preemption: the same in a pool that is too small. Prefix cache on, blocks of 16 tokens; each step writes its block

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self, TypeAlias, cast
 
 from bench.gpu.answers import Answers
-from bench.gpu.exports import Kind, as_tensor, export, importing, open_device
+from bench.gpu.device_exports import Kind, as_tensor, export, importing, open_device
 from bench.gpu.generation import engine_config
 from bench.gpu.models import BLOCK_SIZE, NUM_BLOCKS, gpu_runner, small_model
 from bench.gpu.setting import Setting

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bench import scheduler as bench
+from bench import scheduler_time as bench
 
 
 def test_figures_of_a_short_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,8 +16,8 @@ import numpy as np
 
 from engine.config import EngineConfig
 from engine.runner import Batch, StepOutput
-from engine.scheduler import Scheduler
-from engine.sequence import Request
+from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.sequence import Request
 from protocol.messages import RequestKey, SamplingParams
 
 BLOCK_SIZE = 16

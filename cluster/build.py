@@ -24,10 +24,10 @@ from decode_pool.service import DecodeService
 from engine.loop import EngineLoop, Service
 from engine.models.checkpoint import check_model_dir
 from engine.models.config import eos_token_ids, kv_layout_fields
-from engine.proposer import NGramProposer
 from engine.runner import Runner
 from engine.runners import arithmetic
-from engine.scheduler import Proposer, Scheduler
+from engine.scheduler.proposer import NGramProposer
+from engine.scheduler.scheduler import Proposer, Scheduler
 from kv_transfer.checksum import Checksum, checksum_of
 from kv_transfer.layout import KVLayout
 from kv_transfer.lease import LeaseTable

@@ -187,7 +187,7 @@ def replay(
     pretty: Annotated[bool, typer.Option(help="Prints each step for people.")] = False,
 ) -> None:
     """Replays a trace through the scheduler, step by step, without a model."""
-    from engine import replay as engine_replay
+    from engine.scheduler import replay as engine_replay
 
     try:
         loaded = json.loads(trace.read_text())

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from typing import cast, get_args
 
 from decode_pool.pulls import PullEnd, Pulls
-from engine.preemption import Mode, Reason
 from engine.runner import Batch, StepOutput
-from engine.scheduler import Scheduler
-from engine.sequence import Request
-from engine.step_counts import PREFIX_COUNTERS, StepCounts
+from engine.scheduler.preemption import Mode, Reason
+from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.sequence import Request
+from engine.scheduler.step_counts import PREFIX_COUNTERS, StepCounts
 from kv_transfer.checksum import Checksum
 from kv_transfer.config import TransferConfig
 from kv_transfer.state import DECODE_TABLE, DECODE_TIMERS, DecodeEvent, DecodeState, DecodeTimer, advance

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, cast, get_args
 
 from engine.runner import Batch, StepOutput
-from engine.scheduler import PromptDone, Scheduler
-from engine.sequence import Request
-from engine.step_counts import PREFIX_COUNTERS, StepCounts
+from engine.scheduler.scheduler import PromptDone, Scheduler
+from engine.scheduler.sequence import Request
+from engine.scheduler.step_counts import PREFIX_COUNTERS, StepCounts
 from kv_transfer.checksum import Checksum
 from kv_transfer.config import TransferConfig
 from kv_transfer.lease import LeaseTable

@@ -5,7 +5,7 @@ from collections import Counter
 
 from decode_pool.service import DecodeService
 from engine.runner import Batch
-from engine.sequence import Sequence
+from engine.scheduler.sequence import Sequence
 from kv_transfer.lease import LeaseTable, Words
 from protocol.clock import VirtualClock
 from protocol.messages import ROUTER_ID, AbortRequest, Envelope, GenerateRequest, KVHandoff, KVRelease, KVRevoke, RequestKey, StepTokens

@@ -10,7 +10,7 @@ from decode_pool.service import DecodeService
 from engine.config import EngineConfig
 from engine.runner import Batch
 from engine.runners.arithmetic import ArithmeticRunner
-from engine.scheduler import Proposer, Scheduler
+from engine.scheduler.scheduler import Proposer, Scheduler
 from kv_transfer.checksum import checksum_of
 from kv_transfer.lease import LeaseTable, Words
 from kv_transfer.local import LocalNetwork, LocalTransport

@@ -7,7 +7,7 @@ import numpy as np
 from decode_pool.service import DecodeService
 from engine.config import EngineConfig
 from engine.runners.arithmetic import ArithmeticRunner
-from engine.scheduler import Scheduler
+from engine.scheduler.scheduler import Scheduler
 from kv_transfer.checksum import checksum_of
 from kv_transfer.config import TransferConfig
 from kv_transfer.lease import LeaseTable

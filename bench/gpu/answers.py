@@ -9,8 +9,8 @@ import numpy.typing as npt
 from bench.gpu.report import Item, Note, Problem
 from engine.config import EngineConfig
 from engine.runner import Runner
-from engine.scheduler import Scheduler
-from engine.sequence import Request
+from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.sequence import Request
 from protocol.messages import RequestKey, SamplingParams
 from router.admission import ClientRequest
 

@@ -23,7 +23,7 @@ from engine.config import EngineConfig
 from engine.loop import EngineLoop, Service
 from engine.models.config import kv_layout_fields
 from engine.runners.cuda import block_bytes
-from engine.scheduler import Scheduler
+from engine.scheduler.scheduler import Scheduler
 from kv_transfer.config import TransferConfig
 from kv_transfer.device_pool import DevicePool
 from kv_transfer.layout import KVLayout

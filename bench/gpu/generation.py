@@ -9,10 +9,10 @@ from bench.gpu.answers import Answers
 from bench.gpu.models import BLOCK_SIZE, NUM_BLOCKS
 from bench.gpu.setting import Setting
 from engine.config import EngineConfig
-from engine.proposer import NGramProposer
 from engine.runner import Batch, Launched, LaunchingRunner, Runner, StepOutput
-from engine.scheduler import Scheduler
-from engine.sequence import Request
+from engine.scheduler.proposer import NGramProposer
+from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.sequence import Request
 from protocol.messages import RequestKey, SamplingParams
 from router.admission import ClientRequest
 

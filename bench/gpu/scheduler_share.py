@@ -16,8 +16,8 @@ from bench.gpu.setting import Setting
 from engine.config import EngineConfig
 from engine.runner import Launched
 from engine.runners.cuda import CUDARunner
-from engine.scheduler import Scheduler
-from engine.sequence import Request
+from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.sequence import Request
 from protocol.messages import RequestKey, SamplingParams
 
 

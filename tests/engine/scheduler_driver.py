@@ -5,10 +5,10 @@ from typing import Any, Literal
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.outcome import Committed, Events
 from engine.runner import Batch
-from engine.scheduler import Scheduler
-from engine.sequence import Request
+from engine.scheduler.outcome import Committed, Events
+from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.sequence import Request
 from protocol.messages import RequestKey, SamplingParams
 from tests.engine.chain_model import VOCAB_SIZE, ChainModel
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from engine import block_manager
-from engine.block_manager import BlockManager, Int32
+from engine.scheduler import block_manager
+from engine.scheduler.block_manager import BlockManager, Int32
 from protocol.block_hash import HASH_BYTES, to_rows
 from protocol.errors import ProtocolError
 

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.block_manager import BlockManager
+from engine.scheduler.block_manager import BlockManager
 from protocol.block_hash import to_rows
 
 HASHES = [np.array([first, 0, 0, last], np.int32).tobytes() for first in (0, -1) for last in (0, 1)]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.replay import replay
+from engine.scheduler.replay import replay
 
 TRACES = sorted((Path(__file__).parent.parent / "data" / "scheduler").glob("*.json"))
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from engine.thrash import ThrashMeter
+from engine.scheduler.thrash import ThrashMeter
 from protocol.clock import VirtualClock
 from tests.engine.test_knobs import Engine
 

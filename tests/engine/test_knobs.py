@@ -8,8 +8,8 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.runners.arithmetic import ArithmeticRunner, expected_tokens
-from engine.scheduler import Scheduler
-from engine.sequence import Request
+from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.sequence import Request
 from protocol.clock import VirtualClock
 from protocol.errors import InvalidRequest
 from protocol.messages import RequestKey, SamplingParams

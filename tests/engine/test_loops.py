@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine import loops_hash
+from engine.scheduler import loops_hash
 from protocol.block_hash import block_hash
 from tests.engine.chain_model import answer_of
 from tests.engine.scheduler_driver import Driver, key_of

@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.host_pool import HostPool
-from engine.preemption import Choice, Costs, Victim, choose
 from engine.runner import Batch, StepOutput
+from engine.scheduler.host_pool import HostPool
+from engine.scheduler.preemption import Choice, Costs, Victim, choose
 from protocol.errors import ProtocolError
 from tests.engine.chain_model import answer_of
 from tests.engine.scheduler_driver import Driver, key_of

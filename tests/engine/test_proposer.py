@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from engine.proposer import NGramProposer
+from engine.scheduler.proposer import NGramProposer
 from protocol.messages import RequestKey
 
 KEY = RequestKey(1, "a", 1)

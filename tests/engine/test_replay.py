@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from engine.replay import pretty, replay
+from engine.scheduler.replay import pretty, replay
 
 TRACES = Path(__file__).parent.parent / "data" / "scheduler"
 

@@ -8,14 +8,14 @@ import torch
 
 from engine.config import EngineConfig
 from engine.models.llama import build_model
-from engine.outcome import PromptDone
 from engine.runner import Runner
 from engine.runners import torch_cpu
 from engine.runners.arithmetic import ArithmeticRunner, expected_logprobs, expected_tokens
 from engine.runners.cpu_ops import TorchOps
 from engine.runners.torch_cpu import TorchCPURunner
-from engine.scheduler import Scheduler
-from engine.sequence import Request
+from engine.scheduler.outcome import PromptDone
+from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.sequence import Request
 from protocol.messages import Logprobs, RequestKey, SamplingParams
 from tests.engine.tiny_llama import TINY, random_tensors
 

@@ -5,8 +5,8 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from engine.outcome import Reserved
 from engine.runner import StepOutput
+from engine.scheduler.outcome import Reserved
 from protocol.clock import VirtualClock
 from protocol.errors import InvalidRequest, ProtocolError
 from tests.engine.chain_model import answer_of

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.config import EngineConfig
-from engine.outcome import Committed, Reserved
 from engine.runner import Batch
-from engine.scheduler import Scheduler
-from engine.sequence import Request
+from engine.scheduler.outcome import Committed, Reserved
+from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.sequence import Request
 from protocol.clock import VirtualClock
 from protocol.errors import InvalidRequest
 from protocol.messages import RequestKey, SamplingParams

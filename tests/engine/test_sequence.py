@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from engine.sequence import Request, Sequence
-from engine.sequence_table import SequenceTable
+from engine.scheduler.sequence import Request, Sequence
+from engine.scheduler.sequence_table import SequenceTable
 from protocol.block_hash import chain_hashes, from_rows, root_hash, to_rows
 from protocol.messages import RequestKey, SamplingParams
 

@@ -9,15 +9,15 @@ import torch
 
 from engine.config import EngineConfig
 from engine.models.llama import build_model
-from engine.proposer import NGramProposer
 from engine.runner import Batch, Runner
 from engine.runners import torch_cpu
 from engine.runners.arithmetic import ArithmeticRunner, expected_tokens
 from engine.runners.cpu_ops import TorchOps
 from engine.runners.torch_cpu import TorchCPURunner
-from engine.scheduler import Scheduler
-from engine.sequence import Request
-from engine.step_counts import StepCounts
+from engine.scheduler.proposer import NGramProposer
+from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.sequence import Request
+from engine.scheduler.step_counts import StepCounts
 from protocol.block_hash import chain_hashes, root_hash
 from protocol.errors import ConfigError
 from protocol.messages import RequestKey, SamplingParams, StepTokens

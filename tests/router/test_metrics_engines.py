@@ -4,7 +4,7 @@ import numpy as np
 
 from engine.config import EngineConfig
 from engine.runner import Batch, StepOutput
-from engine.step_counts import StepCounts
+from engine.scheduler.step_counts import StepCounts
 from protocol.messages import ReplicaStatus
 from tests.pool_world import ROUTER, DecodeWorld, PrefillWorld, World, key
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.admission import seat_arrived
 from engine.config import EngineConfig
-from engine.preemption import Mode
 from engine.runners.arithmetic import expected_tokens
-from engine.scheduler_state import SchedulerState
+from engine.scheduler.admission import seat_arrived
+from engine.scheduler.preemption import Mode
+from engine.scheduler.state import SchedulerState
 from kv_transfer.local import LocalPull
 from protocol.errors import RequestCancelled, RequestFailed
 from protocol.messages import Envelope, GenerateRequest, SamplingParams
@@ -110,7 +110,9 @@ def test_arrived_sequences_pass_a_head_that_needs_their_blocks() -> None:
 
 
 def test_if_they_queued_behind_it_nothing_would_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.scheduler.seat_arrived", lambda state, budget: [] if len(state.line) else seat_arrived(state, budget))
+    monkeypatch.setattr(
+        "engine.scheduler.scheduler.seat_arrived", lambda state, budget: [] if len(state.line) else seat_arrived(state, budget)
+    )
     with pytest.raises(Violation, match="I9"):
         cycle_behind_the_head().run()
 

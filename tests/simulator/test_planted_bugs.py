@@ -7,12 +7,12 @@ import pytest
 
 from decode_pool.pulls import Pulls
 from decode_pool.service import Decode, DecodeService
-from engine import admission, placement
 from engine.runner import Batch, StepOutput
-from engine.scheduler import Scheduler
-from engine.scheduler_state import SchedulerState
-from engine.sequence import Request, Sequence
-from engine.step_counts import StepCounts
+from engine.scheduler import admission, placement
+from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.sequence import Request, Sequence
+from engine.scheduler.state import SchedulerState
+from engine.scheduler.step_counts import StepCounts
 from kv_transfer.state import DecodeEvent, DecodeState, PrefillEvent
 from prefill_pool.service import Prefill, PrefillService
 from protocol.errors import PullFailed, RequestCancelled, RequestError
@@ -172,7 +172,7 @@ def arrived_ones_wait_behind_the_line(patch: pytest.MonkeyPatch) -> None:
     def seat(state: SchedulerState, budget: int) -> int:
         return budget if len(state.line) else admission.seat_arrived(state, budget)
 
-    patch.setattr("engine.scheduler.seat_arrived", seat)
+    patch.setattr("engine.scheduler.scheduler.seat_arrived", seat)
 
 
 def arrived_ones_get_what_prompts_and_drafts_leave(patch: pytest.MonkeyPatch) -> None:
@@ -180,8 +180,8 @@ def arrived_ones_get_what_prompts_and_drafts_leave(patch: pytest.MonkeyPatch) ->
         num_promised = min(len(state.arrived), state.config.max_num_seqs - len(state.table))
         return admission.seat_arrived(state, budget - num_promised)
 
-    patch.setattr("engine.scheduler.step_budget", lambda state, num_promised: placement.step_budget(state, 0) + num_promised)
-    patch.setattr("engine.scheduler.seat_arrived", seat)
+    patch.setattr("engine.scheduler.scheduler.step_budget", lambda state, num_promised: placement.step_budget(state, 0) + num_promised)
+    patch.setattr("engine.scheduler.scheduler.seat_arrived", seat)
 
 
 def destination_without_the_next_tokens_slot(patch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from engine.preemption import Choice
 from engine.runner import Batch
+from engine.scheduler.preemption import Choice
 from protocol.messages import FinishReason, Logprobs, RequestKey, TokenLogprobs
 from protocol.router_link import Rows
 

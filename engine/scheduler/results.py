@@ -3,10 +3,10 @@
 import numpy as np
 import numpy.typing as npt
 
-from engine.outcome import Committed, Finished, PromptDone
 from engine.runner import Batch, StepOutput
-from engine.scheduler_state import Proposer, SchedulerState
-from engine.sequence_table import NEVER
+from engine.scheduler.outcome import Committed, Finished, PromptDone
+from engine.scheduler.sequence_table import NEVER
+from engine.scheduler.state import Proposer, SchedulerState
 from protocol.messages import FinishReason, Logprobs, TokenLogprobs
 
 Int32 = npt.NDArray[np.int32]

@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.config import EngineConfig
-from engine.outcome import Committed, Events
 from engine.runner import Batch, StepOutput
-from engine.scheduler import Scheduler
-from engine.sequence import Request
+from engine.scheduler.outcome import Committed, Events
+from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.sequence import Request
 from protocol.messages import RequestKey, SamplingParams
 
 Int32 = npt.NDArray[np.int32]

@@ -17,19 +17,19 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from engine.admission import check_servable, seat_arrived, serve_line
-from engine.block_manager import NO_BLOCKS, BlockManager
 from engine.config import EngineConfig
-from engine.host_pool import HostPool
-from engine.outcome import Committed, Events, Finished, PromptDone, Reserved
-from engine.placement import place_running, step_budget
-from engine.results import append_tokens
 from engine.runner import Batch, StepOutput
-from engine.scheduler_state import Proposer, SchedulerState
-from engine.sequence import Request, Sequence
-from engine.sequence_table import Flight, SequenceTable
-from engine.thrash import ThrashMeter
-from engine.waiting_line import WaitingLine
+from engine.scheduler.admission import check_servable, seat_arrived, serve_line
+from engine.scheduler.block_manager import NO_BLOCKS, BlockManager
+from engine.scheduler.host_pool import HostPool
+from engine.scheduler.outcome import Committed, Events, Finished, PromptDone, Reserved
+from engine.scheduler.placement import place_running, step_budget
+from engine.scheduler.results import append_tokens
+from engine.scheduler.sequence import Request, Sequence
+from engine.scheduler.sequence_table import Flight, SequenceTable
+from engine.scheduler.state import Proposer, SchedulerState
+from engine.scheduler.thrash import ThrashMeter
+from engine.scheduler.waiting_line import WaitingLine
 from protocol.block_hash import root_hash, to_rows
 from protocol.clock import Clock
 from protocol.errors import ProtocolError

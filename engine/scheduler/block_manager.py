@@ -217,7 +217,7 @@ class BlockManager:
 @cache
 def _loops() -> ModuleType:
     """Imported and compiled when they are first needed: most of a second, on a machine's first run some."""
-    from engine import loops_blocks
+    from engine.scheduler import loops_blocks
 
     loops_blocks.compile_all()
     return loops_blocks

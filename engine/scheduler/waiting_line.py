@@ -3,7 +3,7 @@
 import heapq
 from typing import Literal
 
-from engine.sequence import Rank, Sequence
+from engine.scheduler.sequence import Rank, Sequence
 
 
 class WaitingLine:

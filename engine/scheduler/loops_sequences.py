@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from engine.loops_blocks import NUM_BLANK, NUM_CACHED, NUM_COUNTS, name_block, pop
 from engine.loops_compile import compiled_loop, one_compiles
-from engine.loops_hash import NUM_WORDS, Uint64, hash_block
+from engine.scheduler.loops_blocks import NUM_BLANK, NUM_CACHED, NUM_COUNTS, name_block, pop
+from engine.scheduler.loops_hash import NUM_WORDS, Uint64, hash_block
 from protocol.block_hash import HASH_WORDS
 
 Int32 = npt.NDArray[np.int32]

@@ -3,11 +3,11 @@
 import numpy as np
 import numpy.typing as npt
 
-from engine.block_manager import NO_BLOCKS
-from engine.outcome import Reserved
-from engine.scheduler_state import SchedulerState
-from engine.sequence import Request, Sequence
-from engine.sequence_table import NEVER
+from engine.scheduler.block_manager import NO_BLOCKS
+from engine.scheduler.outcome import Reserved
+from engine.scheduler.sequence import Request, Sequence
+from engine.scheduler.sequence_table import NEVER
+from engine.scheduler.state import SchedulerState
 from protocol.errors import InvalidRequest
 
 Int32 = npt.NDArray[np.int32]

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from engine.row_sampling import RowSampling
 from engine.runner import Batch
-from engine.sequence import Sequence
+from engine.scheduler.sequence import Sequence
 from protocol.block_hash import HASH_WORDS
 from protocol.errors import ProtocolError
 
@@ -187,7 +187,7 @@ class SequenceTable:
 @cache
 def _loops() -> ModuleType:
     """Imported and compiled when they are first needed, as those of the block manager."""
-    from engine import loops_sequences
+    from engine.scheduler import loops_sequences
 
     loops_sequences.compile_all()
     return loops_sequences

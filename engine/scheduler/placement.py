@@ -8,9 +8,9 @@ too.
 import numpy as np
 import numpy.typing as npt
 
-from engine.preemption import Victim, choose
-from engine.scheduler_state import SchedulerState
-from engine.sequence_table import NEVER
+from engine.scheduler.preemption import Victim, choose
+from engine.scheduler.sequence_table import NEVER
+from engine.scheduler.state import SchedulerState
 
 Int32 = npt.NDArray[np.int32]
 

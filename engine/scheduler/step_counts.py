@@ -4,7 +4,7 @@ from collections import deque
 
 from engine.config import EngineConfig
 from engine.runner import Batch, StepOutput
-from engine.scheduler import Scheduler
+from engine.scheduler.scheduler import Scheduler
 from protocol.histogram import SECONDS, TOKENS, Histogram
 from protocol.messages import ReplicaStatus, RequestKey
 

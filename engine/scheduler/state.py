@@ -8,15 +8,15 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from engine.block_manager import BlockManager
 from engine.config import EngineConfig
-from engine.host_pool import HostPool
-from engine.outcome import Events
-from engine.preemption import Costs
-from engine.sequence import Sequence
-from engine.sequence_table import SequenceTable
-from engine.thrash import ThrashMeter
-from engine.waiting_line import WaitingLine
+from engine.scheduler.block_manager import BlockManager
+from engine.scheduler.host_pool import HostPool
+from engine.scheduler.outcome import Events
+from engine.scheduler.preemption import Costs
+from engine.scheduler.sequence import Sequence
+from engine.scheduler.sequence_table import SequenceTable
+from engine.scheduler.thrash import ThrashMeter
+from engine.scheduler.waiting_line import WaitingLine
 from protocol.messages import RequestKey
 
 Int32 = npt.NDArray[np.int32]

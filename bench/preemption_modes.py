@@ -21,7 +21,7 @@ from cluster.fetch import demo_model_dir
 from engine.config import EngineConfig
 from engine.models.llama import load_model
 from engine.runner import Batch
-from engine.runners.arithmetic import expected_tokens
+from engine.runners.arithmetic_model import expected_tokens
 from engine.runners.torch_cpu import TorchCPURunner
 from protocol.messages import SamplingParams
 from router.admission import ClientRequest

@@ -24,7 +24,7 @@ from typing import Any
 
 from cluster.config import from_tree
 from cluster.serve import Deployment
-from engine.runners.arithmetic import expected_tokens
+from engine.runners.arithmetic_model import expected_tokens
 from protocol.messages import ROUTER_ID
 from twopass.client import AsyncClient
 

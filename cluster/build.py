@@ -25,7 +25,8 @@ from engine.loop import EngineLoop, Service
 from engine.models.checkpoint import check_model_dir
 from engine.models.config import eos_token_ids, kv_layout_fields
 from engine.runner import Runner
-from engine.runners import arithmetic
+from engine.runners import arithmetic_model
+from engine.runners.arithmetic import ArithmeticRunner
 from engine.scheduler.proposer import NGramProposer
 from engine.scheduler.scheduler import Proposer, Scheduler
 from kv_transfer.checksum import Checksum, checksum_of
@@ -63,8 +64,8 @@ class ServedModel:
 def serve_model(config: ClusterConfig) -> ServedModel:
     """Reads configuration and headers of the model. Raises ModelError, or ConfigError for knobs that it cannot satisfy."""
     if config.model is None or config.runner == "arithmetic":
-        fields: dict[str, Any] = arithmetic.kv_layout_fields(1)
-        served = ServedModel(layout_fields=fields, eos_token_ids=(), max_model_len=2**20, vocab_size=arithmetic.VOCAB_SIZE)
+        fields: dict[str, Any] = arithmetic_model.kv_layout_fields(1)
+        served = ServedModel(layout_fields=fields, eos_token_ids=(), max_model_len=2**20, vocab_size=arithmetic_model.VOCAB_SIZE)
     else:
         path = Path(config.model)
         model = check_model_dir(path)
@@ -272,7 +273,7 @@ def _prepare(config: ClusterConfig, pool: PoolConfig, served: ServedModel) -> tu
 def _cpu_runner(config: ClusterConfig, pool: PoolConfig, cache: npt.NDArray[np.uint8], host_blocks: int) -> Runner:
     """Loads the model. `cache`: uint8 [num_blocks, block_bytes], used in place."""
     if config.model is None or config.runner == "arithmetic":
-        return arithmetic.ArithmeticRunner(arithmetic.cache_view(cache), num_host_blocks=host_blocks)
+        return ArithmeticRunner(arithmetic_model.cache_view(cache), num_host_blocks=host_blocks)
     import torch  # 1.5 s and 200 MB that an arithmetic engine does not need
 
     from engine.models.llama import load_model

@@ -17,7 +17,7 @@ from cluster.config import ClusterConfig, PoolConfig
 from cluster.limits import limit_warnings
 from engine.config import EngineConfig
 from engine.models.config import ModelConfig, kv_layout_fields, read_config
-from engine.runners import arithmetic
+from engine.runners import arithmetic_model
 from kv_transfer.layout import KVLayout
 from protocol.errors import ConfigError
 
@@ -173,7 +173,7 @@ def _pool_plan(
 
 def _layout(config: ClusterConfig, model: ModelConfig | None, block_size: int) -> KVLayout:
     if model is None:
-        return KVLayout(**arithmetic.kv_layout_fields(block_size))
+        return KVLayout(**arithmetic_model.kv_layout_fields(block_size))
     return KVLayout(**kv_layout_fields(model, config.dtype, block_size))
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from cluster.config import ClusterConfig
 from engine.runner import Batch
-from engine.runners.arithmetic import expected_tokens
+from engine.runners.arithmetic_model import expected_tokens
 from protocol.errors import ConfigError
 from protocol.messages import SamplingParams
 from router.admission import ClientRequest

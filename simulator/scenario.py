@@ -13,7 +13,8 @@ import numpy as np
 
 from engine.config import EngineConfig
 from engine.runner import Batch
-from engine.runners.arithmetic import ArithmeticRunner, expected_tokens
+from engine.runners.arithmetic import ArithmeticRunner
+from engine.runners.arithmetic_model import expected_tokens
 from kv_transfer.config import TransferConfig
 from protocol.errors import RequestError
 from protocol.messages import RequestKey, SamplingParams, TokenLogprobs

@@ -17,7 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.runners.arithmetic import VOCAB_SIZE, ArithmeticRunner, expected_tokens
+from engine.runners.arithmetic import ArithmeticRunner
+from engine.runners.arithmetic_model import VOCAB_SIZE, expected_tokens
 from protocol.messages import SamplingParams
 from router.admission import ClientRequest
 from router.config import RouterConfig

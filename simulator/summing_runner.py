@@ -7,7 +7,8 @@ import numpy.typing as npt
 
 from engine.loops_compile import compiled_loop, one_compiles
 from engine.runner import Batch, StepOutput
-from engine.runners.arithmetic import MULTIPLIER, PRIME, VOCAB_SIZE, ArithmeticRunner
+from engine.runners.arithmetic import ArithmeticRunner
+from engine.runners.arithmetic_model import MULTIPLIER, PRIME, VOCAB_SIZE
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]

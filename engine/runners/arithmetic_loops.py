@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.loops_compile import compiled_loop, one_compiles
-from engine.runners.arithmetic import MULTIPLIER, PRIME
+from engine.runners.arithmetic_model import MULTIPLIER, PRIME
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]

@@ -12,7 +12,7 @@ import torch
 from cluster import build
 from cluster.config import ClusterConfig, load
 from engine.loop import EngineLoop
-from engine.runners.arithmetic import expected_tokens
+from engine.runners.arithmetic_model import expected_tokens
 from protocol.errors import ConfigError
 from protocol.messages import (
     ROUTER_ID,

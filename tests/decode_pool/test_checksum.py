@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from engine.runners.arithmetic import expected_tokens
+from engine.runners.arithmetic_model import expected_tokens
 from kv_transfer.checksum import checksum_of
 from protocol.messages import KVRelease, StepTokens
 from tests.pool_world import DecodeWorld

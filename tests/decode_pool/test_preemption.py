@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from engine.runners.arithmetic import expected_tokens
+from engine.runners.arithmetic_model import expected_tokens
 from protocol.messages import ReplicaStatus, RouterStatus, StepTokens
 from tests.pool_world import ROUTER, DecodeWorld, key
 

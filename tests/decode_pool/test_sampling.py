@@ -1,6 +1,6 @@
 """Logprobs of a handed-off answer: the first token's come with the handoff, and go out once, with that token."""
 
-from engine.runners.arithmetic import expected_logprobs, expected_tokens
+from engine.runners.arithmetic_model import expected_logprobs, expected_tokens
 from protocol.messages import Logprobs, SamplingParams, StepTokens
 from tests.pool_world import DecodeWorld
 

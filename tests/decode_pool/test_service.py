@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from engine.runner import Batch
-from engine.runners.arithmetic import expected_tokens
+from engine.runners.arithmetic_model import expected_tokens
 from kv_transfer.state import DECODE_TIMERS, DecodeState
 from protocol.messages import (
     AbortRequest,

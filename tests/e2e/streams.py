@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from cluster.config import from_tree
 from cluster.serve import Deployment
-from engine.runners.arithmetic import expected_tokens
+from engine.runners.arithmetic_model import expected_tokens
 from tests.e2e.leftovers import none_left
 from tests.e2e.watched import Running, await_idle
 from tests.hang import HANG_S

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.config import from_tree
 from cluster.serve import Deployment
-from engine.runners.arithmetic import expected_logprobs, expected_tokens
+from engine.runners.arithmetic_model import expected_logprobs, expected_tokens
 from tests.e2e.leftovers import descendants, none_left
 from tests.e2e.watched import Running, await_idle
 from tests.hang import HANG_S

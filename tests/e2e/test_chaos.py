@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.runners.arithmetic import expected_tokens
+from engine.runners.arithmetic_model import expected_tokens
 from tests.e2e.leftovers import descendants
 from tests.e2e.streams import NUM_STREAMS, assert_clean, await_back, deployed, drawn_sum, kill_every_engine, streaming
 from tests.e2e.watched import Running

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.runners.arithmetic import expected_tokens
+from engine.runners.arithmetic_model import expected_tokens
 from tests.e2e.leftovers import descendants, none_left, orphans, processes
 from tests.hang import HANG_S
 from twopass import Client

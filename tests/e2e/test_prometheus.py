@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.config import from_tree
 from cluster.serve import Deployment
-from engine.runners.arithmetic import expected_tokens
+from engine.runners.arithmetic_model import expected_tokens
 from tests.deploy.prometheus import ALERT, dashboard_expressions, program, rules, running
 from tests.e2e.leftovers import none_left
 from tests.hang import HANG_S

@@ -17,7 +17,7 @@ import pytest
 
 import engine.models.llama as llama
 from cluster.config import from_tree
-from engine.runners.arithmetic import expected_tokens
+from engine.runners.arithmetic_model import expected_tokens
 from protocol.messages import SamplingParams
 from tests.engine.tiny_llama import TINY, write_model_dir
 from tests.local_deployment import LocalDeployment, asked

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from engine.runner import Batch
-from engine.runners.arithmetic import ArithmeticRunner, cache_view, expected_tokens, kv_layout_fields
+from engine.runners.arithmetic import ArithmeticRunner
+from engine.runners.arithmetic_model import cache_view, expected_tokens, kv_layout_fields
 from kv_transfer.layout import KVLayout
 
 BLOCK_SIZE = 4

@@ -16,7 +16,8 @@ from decode_pool.service import DecodeService
 from engine.loop import EngineLoop
 from engine.models.llama import build_model
 from engine.runner import Batch, StepOutput
-from engine.runners.arithmetic import ArithmeticRunner, expected_tokens
+from engine.runners.arithmetic import ArithmeticRunner
+from engine.runners.arithmetic_model import expected_tokens
 from engine.runners.torch_cpu import TorchCPURunner
 from prefill_pool.service import PrefillService
 from protocol.delivery import Incoming, Outgoing

@@ -7,7 +7,8 @@ import numpy.typing as npt
 import pytest
 
 from engine.config import EngineConfig
-from engine.runners.arithmetic import ArithmeticRunner, expected_tokens
+from engine.runners.arithmetic import ArithmeticRunner
+from engine.runners.arithmetic_model import expected_tokens
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import Request
 from protocol.clock import VirtualClock

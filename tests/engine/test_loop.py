@@ -10,7 +10,8 @@ import pytest
 
 from engine.loop import EngineLoop, Service
 from engine.runner import Batch, Runner, StepOutput
-from engine.runners.arithmetic import ArithmeticRunner, expected_tokens
+from engine.runners.arithmetic import ArithmeticRunner
+from engine.runners.arithmetic_model import expected_tokens
 from protocol.clock import VirtualClock
 from protocol.delivery import Outgoing
 from protocol.errors import EngineStalled, ProtocolError, PullFailed

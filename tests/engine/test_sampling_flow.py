@@ -10,7 +10,8 @@ from engine.config import EngineConfig
 from engine.models.llama import build_model
 from engine.runner import Runner
 from engine.runners import torch_cpu
-from engine.runners.arithmetic import ArithmeticRunner, expected_logprobs, expected_tokens
+from engine.runners.arithmetic import ArithmeticRunner
+from engine.runners.arithmetic_model import expected_logprobs, expected_tokens
 from engine.runners.cpu_ops import TorchOps
 from engine.runners.torch_cpu import TorchCPURunner
 from engine.scheduler.outcome import PromptDone

@@ -11,7 +11,8 @@ from engine.config import EngineConfig
 from engine.models.llama import build_model
 from engine.runner import Batch, Runner
 from engine.runners import torch_cpu
-from engine.runners.arithmetic import ArithmeticRunner, expected_tokens
+from engine.runners.arithmetic import ArithmeticRunner
+from engine.runners.arithmetic_model import expected_tokens
 from engine.runners.cpu_ops import TorchOps
 from engine.runners.torch_cpu import TorchCPURunner
 from engine.scheduler.proposer import NGramProposer

@@ -1,6 +1,6 @@
 """The first token is sampled here; its logprobs go to the router and, with the last handoff, to decode."""
 
-from engine.runners.arithmetic import expected_logprobs, expected_tokens
+from engine.runners.arithmetic_model import expected_logprobs, expected_tokens
 from protocol.messages import KVHandoff, Logprobs, SamplingParams, StepTokens
 from tests.pool_world import PrefillWorld
 

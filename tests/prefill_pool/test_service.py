@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.runners.arithmetic import expected_tokens
+from engine.runners.arithmetic_model import expected_tokens
 from protocol.errors import ProtocolError
 from protocol.messages import (
     AbortRequest,

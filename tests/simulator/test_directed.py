@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.runners.arithmetic import expected_tokens
+from engine.runners.arithmetic_model import expected_tokens
 from engine.scheduler.admission import seat_arrived
 from engine.scheduler.preemption import Mode
 from engine.scheduler.state import SchedulerState

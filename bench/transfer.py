@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from kv_transfer.segment import SharedSegment
-from kv_transfer.shared_memory import SharedMemoryPeer, SharedMemoryTransport, export
 from kv_transfer.transport import Blocks
+from kv_transfer.transports.shared_memory import SharedMemoryPeer, SharedMemoryTransport, export
 
 CACHE_BYTES = 256 << 20
 BLOCK_BYTES = (16 << 10, 64 << 10, 256 << 10)

@@ -128,7 +128,7 @@ def build_prefill(config: ClusterConfig, address: Address, send: Send, prefix: s
     if on_host:
         export = HostExport(config.transfer, name, **shape)
     else:
-        from kv_transfer.cuda_driver import CudaDevice
+        from kv_transfer.device.cuda_driver import CudaDevice
 
         export = DeviceExport(config.transfer, name, CudaDevice(), **shape, num_peers=config.decode.replicas)
     resources.callback(export.close)
@@ -187,8 +187,8 @@ def _transport(config: ClusterConfig, pool: PoolConfig, cache: Any, wake: Callab
     if config.device_of(pool) == "cpu":
         return choose(config.transfer, cache, wake)
     from engine.kernels.block_copy import pull_blocks
-    from kv_transfer.cuda_driver import CudaDevice
-    from kv_transfer.device import DeviceBlocks
+    from kv_transfer.device.cuda_driver import CudaDevice
+    from kv_transfer.device.device import DeviceBlocks
 
     return choose_device(config.transfer, CudaDevice(), DeviceBlocks.of(cache), wake, pull_blocks)
 

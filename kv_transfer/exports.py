@@ -3,18 +3,18 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from kv_transfer import cuda_ipc, host_staged, nixl, shared_memory
-from kv_transfer.channel import channel_bytes
 from kv_transfer.config import TransferConfig
-from kv_transfer.device import Device, Tensor
-from kv_transfer.device_pool import DevicePool
+from kv_transfer.device.device import Device, Tensor
+from kv_transfer.device.device_pool import DevicePool
 from kv_transfer.endpoint import several
-from kv_transfer.host_staged import BUFFER_BYTES, NUM_BUFFERS, StagedExport
 from kv_transfer.lease import Words
-from kv_transfer.nixl import Memory, NixlExport
 from kv_transfer.segment import SharedSegment
 from kv_transfer.select import GPU_MEMORY, HOST_MEMORY, possible
 from kv_transfer.transport import Blocks, Endpoint
+from kv_transfer.transports import cuda_ipc, host_staged, nixl, shared_memory
+from kv_transfer.transports.host_staged import BUFFER_BYTES, NUM_BUFFERS, StagedExport
+from kv_transfer.transports.nixl import Memory, NixlExport
+from kv_transfer.transports.staging.channel import channel_bytes
 from protocol.errors import ConfigError, PullFailed
 
 

@@ -4,15 +4,15 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from kv_transfer import topology
 from kv_transfer.config import TransferConfig
-from kv_transfer.cuda_ipc import CudaIpcTransport
-from kv_transfer.device import Device, DeviceBlocks, Gather
+from kv_transfer.device import topology
+from kv_transfer.device.device import Device, DeviceBlocks, Gather
 from kv_transfer.endpoint import offers
-from kv_transfer.host_staged import HostStagedTransport
-from kv_transfer.nixl import Memory, NixlTransport
-from kv_transfer.shared_memory import SharedMemoryTransport
 from kv_transfer.transport import Blocks, Endpoint, Peer, Transport
+from kv_transfer.transports.cuda_ipc import CudaIpcTransport
+from kv_transfer.transports.host_staged import HostStagedTransport
+from kv_transfer.transports.nixl import Memory, NixlTransport
+from kv_transfer.transports.shared_memory import SharedMemoryTransport
 from protocol.errors import ConfigError, PullFailed
 
 logger = logging.getLogger(__name__)

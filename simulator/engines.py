@@ -9,7 +9,7 @@ import numpy as np
 from decode_pool.service import DecodeService
 from engine.runner import Batch
 from kv_transfer.lease import LeaseTable, Words
-from kv_transfer.local import LocalNetwork, LocalPull
+from kv_transfer.transports.local import LocalNetwork, LocalPull
 from protocol.messages import ROUTER_ID, Address, Envelope
 from protocol.timers import Timers
 from simulator.heap import Heap

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from engine.runners.arithmetic_model import expected_logprobs, expected_tokens
-from kv_transfer.local import LocalPull
+from kv_transfer.transports.local import LocalPull
 from prefill_pool.service import PrefillService
 from protocol.block_hash import chain_hashes, root_hash
 from protocol.clock import VirtualClock

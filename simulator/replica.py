@@ -13,7 +13,7 @@ from engine.runners.arithmetic import ArithmeticRunner
 from engine.scheduler.scheduler import Proposer, Scheduler
 from kv_transfer.checksum import checksum_of
 from kv_transfer.lease import LeaseTable, Words
-from kv_transfer.local import LocalNetwork, LocalTransport
+from kv_transfer.transports.local import LocalNetwork, LocalTransport
 from prefill_pool.service import PrefillService
 from protocol.clock import Clock
 from protocol.delivery import Incoming, Outgoing

@@ -11,7 +11,7 @@ from engine.scheduler.scheduler import Scheduler
 from kv_transfer.checksum import checksum_of
 from kv_transfer.config import TransferConfig
 from kv_transfer.lease import LeaseTable
-from kv_transfer.local import LocalNetwork, LocalTransport
+from kv_transfer.transports.local import LocalNetwork, LocalTransport
 from prefill_pool.service import PrefillService
 from protocol.clock import VirtualClock
 from protocol.messages import (

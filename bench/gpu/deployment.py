@@ -25,7 +25,7 @@ from engine.models.config import kv_layout_fields
 from engine.runners.cuda import block_bytes
 from engine.scheduler.scheduler import Scheduler
 from kv_transfer.config import TransferConfig
-from kv_transfer.device_pool import DevicePool
+from kv_transfer.device.device_pool import DevicePool
 from kv_transfer.layout import KVLayout
 from kv_transfer.lease import LeaseTable
 from kv_transfer.segment import NONCE_BYTES

@@ -9,10 +9,10 @@ import torch
 from bench.gpu.setting import Setting
 from engine.kernels.block_copy import pull_blocks
 from kv_transfer.config import TransferConfig
-from kv_transfer.cuda_driver import CudaDevice
-from kv_transfer.device import Device, DeviceBlocks, Tensor
+from kv_transfer.device.cuda_driver import CudaDevice
+from kv_transfer.device.device import Device, DeviceBlocks, Tensor
+from kv_transfer.device.fake_device import FakeDevice
 from kv_transfer.exports import DeviceExport
-from kv_transfer.fake_device import FakeDevice
 from kv_transfer.select import choose_device
 from kv_transfer.transport import Transport
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from bench.gpu.report import Item, NotRun, Problem, Section
 from bench.gpu.setting import ROOT, SHARED_MEMORY, Setting
-from kv_transfer.cuda_driver import load_library
+from kv_transfer.device.cuda_driver import load_library
 from kv_transfer.segment import PREFIX, remove_stale
 from protocol.errors import ConfigError
 

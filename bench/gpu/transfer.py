@@ -14,8 +14,8 @@ from bench.gpu.device_exports import KINDS, Kind, as_tensor, importing, open_dev
 from bench.gpu.exporter import Exporter, content
 from bench.gpu.report import Cell, Column, Item, Note, Problem, Table
 from bench.gpu.setting import SHARED_MEMORY, Setting
-from kv_transfer.device import Device
-from kv_transfer.device_pool import DevicePool
+from kv_transfer.device.device import Device
+from kv_transfer.device.device_pool import DevicePool
 from kv_transfer.segment import NONCE_BYTES
 from kv_transfer.transport import Peer
 

@@ -7,8 +7,8 @@ answering each line; ends with its input.
 import sys
 
 from kv_transfer.config import TransferConfig
+from kv_transfer.device.fake_device import FakeDevice
 from kv_transfer.exports import DeviceExport, HostExport
-from kv_transfer.fake_device import FakeDevice
 from kv_transfer.lease import LeaseTable
 from tests.kv_transfer.processes import content
 

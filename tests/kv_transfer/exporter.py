@@ -7,7 +7,7 @@ import sys
 
 from kv_transfer.lease import LeaseTable
 from kv_transfer.segment import SharedSegment
-from kv_transfer.shared_memory import export
+from kv_transfer.transports.shared_memory import export
 from tests.kv_transfer.processes import content
 
 

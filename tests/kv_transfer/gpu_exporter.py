@@ -8,13 +8,13 @@ lines of standard input, answering each: `write SLOT ID`, `stall_after N` copies
 import sys
 from contextlib import ExitStack
 
-from kv_transfer import cuda_ipc
-from kv_transfer.channel import channel_bytes
-from kv_transfer.device_pool import DevicePool
-from kv_transfer.fake_device import FakeDevice
-from kv_transfer.host_staged import StagedExport
+from kv_transfer.device.device_pool import DevicePool
+from kv_transfer.device.fake_device import FakeDevice
 from kv_transfer.lease import LeaseTable
 from kv_transfer.segment import SharedSegment
+from kv_transfer.transports import cuda_ipc
+from kv_transfer.transports.host_staged import StagedExport
+from kv_transfer.transports.staging.channel import channel_bytes
 from tests.hang import HANG_S
 from tests.kv_transfer.processes import content
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kv_transfer.bell import Bell
+from kv_transfer.transports.staging.bell import Bell
 from protocol.errors import PullFailed
 from tests.hang import HANG_S
 from tests.kv_transfer.processes import ROOT
@@ -16,7 +16,7 @@ from tests.kv_transfer.processes import ROOT
 RINGER = """
 import mmap, sys
 import numpy as np
-from kv_transfer.bell import Bell
+from kv_transfer.transports.staging.bell import Bell
 with open(sys.argv[1], "r+b") as file:
     bell = Bell(np.frombuffer(mmap.mmap(file.fileno(), 4096), np.uint32, 1))
 print("ready", flush=True)

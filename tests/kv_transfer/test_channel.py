@@ -5,7 +5,7 @@ import ctypes
 import numpy as np
 import pytest
 
-from kv_transfer.channel import MAX_PIECES, Channel, channel_bytes
+from kv_transfer.transports.staging.channel import MAX_PIECES, Channel, channel_bytes
 
 BUFFER_BYTES, NUM_BUFFERS = 5000, 3
 

@@ -8,7 +8,7 @@ import numba
 import numpy as np
 import pytest
 
-from kv_transfer import copy_blocks as module
+from kv_transfer.transports import copy_blocks as module
 
 
 @pytest.mark.parametrize("block_bytes", [8, 12])

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kv_transfer import cuda_driver
-from kv_transfer.cuda_driver import CudaDevice
+from kv_transfer.device import cuda_driver
+from kv_transfer.device.cuda_driver import CudaDevice
 from protocol.errors import CapacityError, ConfigError, PullFailed
 
 

@@ -7,10 +7,10 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from kv_transfer import cuda_ipc
-from kv_transfer.cuda_ipc import GATHER_BELOW_BYTES, CudaIpcTransport
-from kv_transfer.device import DeviceBlocks
-from kv_transfer.fake_device import FakeDevice
+from kv_transfer.device.device import DeviceBlocks
+from kv_transfer.device.fake_device import FakeDevice
+from kv_transfer.transports import cuda_ipc
+from kv_transfer.transports.cuda_ipc import GATHER_BELOW_BYTES, CudaIpcTransport
 from protocol.errors import LayoutMismatch, PullFailed
 from tests.hang import HANG_S
 from tests.kv_transfer.processes import Ends, Exporter, content, unused_name

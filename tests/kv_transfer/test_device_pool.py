@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kv_transfer import device_pool
-from kv_transfer.device_pool import GRANULE_BYTES, DevicePool, DeviceStream
-from kv_transfer.fake_device import FakeDevice
+from kv_transfer.device import device_pool
+from kv_transfer.device.device_pool import GRANULE_BYTES, DevicePool, DeviceStream
+from kv_transfer.device.fake_device import FakeDevice
 from kv_transfer.segment import DIRECTORY, PREFIX
 from protocol.errors import PullFailed
 from tests.kv_transfer.processes import unused_name

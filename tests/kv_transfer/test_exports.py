@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from kv_transfer.config import TransferConfig
-from kv_transfer.device import DeviceBlocks
+from kv_transfer.device.device import DeviceBlocks
+from kv_transfer.device.fake_device import FakeDevice
 from kv_transfer.endpoint import offers
 from kv_transfer.exports import DeviceExport, HostExport
-from kv_transfer.fake_device import FakeDevice
 from kv_transfer.select import choose, choose_device
 from kv_transfer.transport import Transport
 from protocol.errors import ConfigError

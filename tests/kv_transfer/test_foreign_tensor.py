@@ -5,8 +5,8 @@ import gc
 import numpy as np
 import torch
 
-from kv_transfer.device import DeviceBlocks
-from kv_transfer.foreign_tensor import CPU, foreign_tensor
+from kv_transfer.device.device import DeviceBlocks
+from kv_transfer.device.foreign_tensor import CPU, foreign_tensor
 
 
 def test_it_is_the_memory_itself() -> None:

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kv_transfer.channel import MAX_PIECES
-from kv_transfer.device import DeviceBlocks
-from kv_transfer.fake_device import FakeDevice
-from kv_transfer.host_staged import HostStagedPeer, HostStagedTransport
-from kv_transfer.pull_thread import Pull
+from kv_transfer.device.device import DeviceBlocks
+from kv_transfer.device.fake_device import FakeDevice
 from kv_transfer.segment import PREFIX, remove_stale
-from kv_transfer.staging_client import cut
+from kv_transfer.transports.host_staged import HostStagedPeer, HostStagedTransport
+from kv_transfer.transports.pull_thread import Pull
+from kv_transfer.transports.staging.channel import MAX_PIECES
+from kv_transfer.transports.staging.client import cut
 from protocol.errors import PullFailed
 from tests.kv_transfer.gpu_exporter import NUM_CHANNELS
 from tests.kv_transfer.processes import Ends, Exporter, content, unused_name

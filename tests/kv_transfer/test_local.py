@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kv_transfer.local import LocalNetwork, LocalTransport
+from kv_transfer.transports.local import LocalNetwork, LocalTransport
 from protocol.errors import LayoutMismatch, PullFailed
 
 HERE = b"prefill-0"

@@ -11,9 +11,9 @@ from tests.hang import HANG_S
 
 pytest.importorskip("nixl", reason="the extra `nixl` is not installed")
 
-from kv_transfer import nixl
-from kv_transfer.nixl import Memory, NixlTransport
-from kv_transfer.pull_thread import Pull
+from kv_transfer.transports import nixl
+from kv_transfer.transports.nixl import Memory, NixlTransport
+from kv_transfer.transports.pull_thread import Pull
 from protocol.errors import LayoutMismatch, PullFailed
 from tests.kv_transfer.processes import Ends, Exporter, content, unused_name
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from kv_transfer.config import TransferConfig
-from kv_transfer.local import LocalNetwork, LocalTransport
 from kv_transfer.select import AutoTransport, choose
-from kv_transfer.shared_memory import SharedMemoryTransport
+from kv_transfer.transports.local import LocalNetwork, LocalTransport
+from kv_transfer.transports.shared_memory import SharedMemoryTransport
 from protocol.errors import LayoutMismatch, PullFailed
 
 CACHE = np.zeros((2, 8), np.uint8)

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kv_transfer import shared_memory
-from kv_transfer.copy_blocks import copy_blocks
-from kv_transfer.pull_thread import Pull
 from kv_transfer.segment import DIRECTORY, PREFIX, SharedSegment, remove_stale
-from kv_transfer.shared_memory import SharedMemoryTransport, export
+from kv_transfer.transports import shared_memory
+from kv_transfer.transports.copy_blocks import copy_blocks
+from kv_transfer.transports.pull_thread import Pull
+from kv_transfer.transports.shared_memory import SharedMemoryTransport, export
 from protocol.errors import LayoutMismatch, PullFailed
 from tests.hang import HANG_S
 from tests.kv_transfer.processes import Ends, Exporter, content, unused_name

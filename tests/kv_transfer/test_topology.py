@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kv_transfer.fake_device import FakeDevice
-from kv_transfer.topology import between
+from kv_transfer.device.fake_device import FakeDevice
+from kv_transfer.device.topology import between
 from protocol.errors import PullFailed
 
 

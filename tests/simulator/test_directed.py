@@ -13,7 +13,7 @@ from engine.runners.arithmetic_model import expected_tokens
 from engine.scheduler.admission import seat_arrived
 from engine.scheduler.preemption import Mode
 from engine.scheduler.state import SchedulerState
-from kv_transfer.local import LocalPull
+from kv_transfer.transports.local import LocalPull
 from protocol.errors import RequestCancelled, RequestFailed
 from protocol.messages import Envelope, GenerateRequest, SamplingParams
 from router.admission import ClientRequest

@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 
 from kv_transfer.block_ids import checked_pairs
-from kv_transfer.copy_blocks import copy_blocks
 from kv_transfer.endpoint import offer_of, single
 from kv_transfer.lease import read_word
-from kv_transfer.pull_thread import Pull, PullThread
 from kv_transfer.segment import SharedSegment
 from kv_transfer.transport import Blocks, Endpoint
+from kv_transfer.transports.copy_blocks import copy_blocks
+from kv_transfer.transports.pull_thread import Pull, PullThread
 
 KIND = "shared_memory"
 PIECE_BYTES = 16 << 20

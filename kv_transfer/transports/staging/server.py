@@ -3,9 +3,9 @@
 import threading
 from collections import deque
 
-from kv_transfer.channel import Channel
-from kv_transfer.device import Device
-from kv_transfer.device_pool import POLL_S, DevicePool, DeviceStream
+from kv_transfer.device.device import Device
+from kv_transfer.device.device_pool import POLL_S, DevicePool, DeviceStream
+from kv_transfer.transports.staging.channel import Channel
 from protocol.errors import PullFailed
 
 IDLE_S = 0.25

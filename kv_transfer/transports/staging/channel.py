@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.bell import Bell
 from kv_transfer.lease import barrier
+from kv_transfer.transports.staging.bell import Bell
 
 MAX_PIECES = 1024
 """Of one order."""

@@ -22,16 +22,16 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_transfer.block_ids import checked_pairs
-from kv_transfer.channel import Channel, channel_bytes
-from kv_transfer.device import Device, DeviceBlocks
-from kv_transfer.device_pool import DevicePool, DeviceStream
+from kv_transfer.device.device import Device, DeviceBlocks
+from kv_transfer.device.device_pool import DevicePool, DeviceStream
 from kv_transfer.endpoint import offer_of, single
 from kv_transfer.lease import read_word
-from kv_transfer.pull_thread import Pull, PullThread
 from kv_transfer.segment import SharedSegment, open_verified
-from kv_transfer.staging_client import StagingClient
-from kv_transfer.staging_server import StagingServer
 from kv_transfer.transport import Endpoint
+from kv_transfer.transports.pull_thread import Pull, PullThread
+from kv_transfer.transports.staging.channel import Channel, channel_bytes
+from kv_transfer.transports.staging.client import StagingClient
+from kv_transfer.transports.staging.server import StagingServer
 from protocol.errors import PullFailed
 
 KIND = "host_staged"

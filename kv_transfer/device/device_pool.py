@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from kv_transfer.block_ids import Int64
-from kv_transfer.device import Device, DeviceBlocks, Gather, Tensor
+from kv_transfer.device.device import Device, DeviceBlocks, Gather, Tensor
 from kv_transfer.segment import NONCE_BYTES
 from protocol.errors import PullFailed
 

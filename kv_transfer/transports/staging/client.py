@@ -3,11 +3,11 @@
 import time
 
 from kv_transfer.block_ids import merged_runs
-from kv_transfer.channel import MAX_PIECES, Channel
-from kv_transfer.device import DeviceBlocks
-from kv_transfer.device_pool import POLL_S, DeviceStream
-from kv_transfer.pull_thread import Pull
+from kv_transfer.device.device import DeviceBlocks
+from kv_transfer.device.device_pool import POLL_S, DeviceStream
 from kv_transfer.segment import NONCE_BYTES, owner_lives
+from kv_transfer.transports.pull_thread import Pull
+from kv_transfer.transports.staging.channel import MAX_PIECES, Channel
 from protocol.errors import PullFailed
 
 LOOK_S = 0.1

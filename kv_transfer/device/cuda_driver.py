@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from kv_transfer.block_ids import Int64
-from kv_transfer.device import Gather, Tensor
-from kv_transfer.foreign_tensor import CUDA, foreign_tensor
+from kv_transfer.device.device import Gather, Tensor
+from kv_transfer.device.foreign_tensor import CUDA, foreign_tensor
 from protocol.errors import CapacityError, ConfigError, PullFailed
 
 HANDLE_BYTES = 64

@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-from kv_transfer.device import Device
+from kv_transfer.device.device import Device
 from protocol.errors import PullFailed
 
 

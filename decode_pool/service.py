@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from typing import cast, get_args
 
 from decode_pool.pulls import PullEnd, Pulls
+from engine.config import Mode
 from engine.runner import Batch, StepOutput
 from engine.scheduler.outcome import Events
-from engine.scheduler.preemption import Mode, Reason
+from engine.scheduler.preemption import Reason
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import Request
 from engine.scheduler.step_counts import PREFIX_COUNTERS, StepCounts

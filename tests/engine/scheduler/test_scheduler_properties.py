@@ -16,7 +16,7 @@ from engine.scheduler.sequence import Request
 from protocol.clock import VirtualClock
 from protocol.errors import InvalidRequest
 from protocol.messages import RequestKey, SamplingParams
-from tests.engine.chain_model import VOCAB_SIZE, ChainModel, answer_of
+from tests.engine.scheduler.chain_model import VOCAB_SIZE, ChainModel, answer_of
 
 EOS = 12
 OFFSET = 100

@@ -1,22 +1,22 @@
-"""Writes the tables of docs/handoff.md from the code: `python -m docs.handoff_tables`, or `make docs`.
+"""Writes the tables of docs/handoff.md from the code: `make docs`.
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`. Its last column is written by a person where no docstring says the
-same, and is kept as long as the cells before it are still the code's. A new row begins with an empty last cell: fill it in.
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`. A person writes its last column where no docstring
+says the same. Those words are kept as long as the cells before them are still the code's. A new row begins with an
+empty last cell: fill it in.
 """
 
 import ast
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
-from enum import StrEnum
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple, get_args
+from typing import NamedTuple, TypeVar, get_args
 
 import kv_transfer.config
 import protocol.messages
 import router.config
-from kv_transfer.state import DECODE_TABLE, DECODE_TIMERS, PREFILL_TABLE, PREFILL_TIMERS, Table
+from kv_transfer.state import DECODE_TABLE, DECODE_TIMERS, PREFILL_TABLE, PREFILL_TIMERS, E, S, Table
 from protocol.messages import AbortReason, EndKind, FinishReason, Role
 
 PAGE = Path(__file__).parent / "handoff.md"
@@ -26,9 +26,12 @@ DURATIONS: Mapping[ModuleType, tuple[str, ...]] = {
     kv_transfer.config: ("pull_timeout_s", "lease_s", "revoke_s", "max_early_handoffs"),
     router.config: ("status_interval_s", "replica_timeout_s", "router_timeout_s", "max_attempts", "queue_ttl_s"),
 }
+_BAR = re.compile(r"(?<!\\)\|")
+"""Between two cells; one within a cell is escaped."""
 _BLOCK = re.compile(r"<!-- table: (\S+) -->\n(.*?)<!-- end -->\n", re.DOTALL)
 
 Row = tuple[str, ...]
+T = TypeVar("T", bound=str)
 
 
 class Field(NamedTuple):
@@ -51,7 +54,8 @@ def written(page: str) -> str:
 
 def rows(text: str) -> list[Row]:
     """Cells of its tables, without their heads: the first cell of a row is code."""
-    return [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in text.splitlines() if line.startswith("| `")]
+    lines = [line for line in text.splitlines() if line.startswith("| `")]
+    return [tuple(cell.strip().replace(r"\|", "|") for cell in _BAR.split(line)[1:-1]) for line in lines]
 
 
 def tables(page: str) -> dict[str, list[Row]]:
@@ -59,7 +63,7 @@ def tables(page: str) -> dict[str, list[Row]]:
     return {match[1]: rows(match[2]) for match in _BLOCK.finditer(page)}
 
 
-def transitions(table: Table[StrEnum, StrEnum]) -> Callable[[str], str]:
+def transitions(table: Table[S, E]) -> Callable[[str], str]:
     """Pairs that lead to the same states, and of which the same is said, share a row."""
 
     def write(before: str) -> str:
@@ -71,19 +75,18 @@ def transitions(table: Table[StrEnum, StrEnum]) -> Callable[[str], str]:
             does = said.get((source, shown, to), "")
             grouped.setdefault((source, to, does or shown), []).append(shown)
         order = [_code(state) for state in type(next(iter(table))[0])]
-        found = [(source, ", ".join(events), to, does if does not in events else "") for (source, to, does), events in grouped.items()]
+        found = [(source, ", ".join(events), to, does) for (source, to, does), events in grouped.items()]
+        found = [row if row[3] != row[1] else (*row[:3], "") for row in found]  # nothing is said of it
         return _table(("state", "event", "next", "what is done"), sorted(found, key=lambda row: order.index(row[0])))
 
     return write
 
 
-def states(timers: Mapping[StrEnum, frozenset[str]]) -> Callable[[str], str]:
+def states(timers: Mapping[S, frozenset[T]]) -> Callable[[str], str]:
     def write(before: str) -> str:
         said = {row[0]: row[-1] for row in rows(before)}
-        return _table(
-            ("state", "timers that may run", "meaning"),
-            [(_code(state), ", ".join(map(_code, sorted(running))) or "none", said.get(_code(state), "")) for state, running in timers.items()],
-        )
+        shown = [(_code(state), ", ".join(map(_code, sorted(running))) or "none") for state, running in timers.items()]
+        return _table(("state", "timers that may run", "meaning"), [(*row, said.get(row[0], "")) for row in shown])
 
     return write
 
@@ -103,16 +106,18 @@ def overview(before: str) -> str:
 
 
 def fields(names: Iterable[str]) -> Callable[[str], str]:
-    """For each class its name, its docstring and its fields. What is said of a field is its docstring where it has one."""
+    """Name, docstring and fields of each class. A field's own docstring replaces what the page says of it."""
     classes = _classes(protocol.messages)
 
     def write(before: str) -> str:
-        sections = {part.partition("\n")[0]: {row[0]: row[-1] for row in rows(part)} for part in before.split("#### ")}
+        sections = {part.split("\n")[0]: {row[0]: row[-1] for row in rows(part)} for part in before.split("#### ")}
         text = ""
         for name in names:
             doc, said = ast.get_docstring(classes[name]) or "", sections.get(name, {})
-            text += f"\n#### {name}\n\n" + "".join(f"{' '.join(part.split())}\n\n" for part in doc.split("\n\n") if part)
-            found = [(_code(field.name), _code(field.type), field.doc or said.get(_code(field.name), "")) for field in _fields(classes[name])]
+            paragraphs = [" ".join(part.split()) for part in doc.split("\n\n") if part]
+            shown = [(_code(field.name), _code(field.type), field.doc) for field in _fields(classes[name])]
+            found = [(field, type_, doc or said.get(field, "")) for field, type_, doc in shown]
+            text += "\n" + "".join(f"{paragraph}\n\n" for paragraph in (f"#### {name}", *paragraphs))
             text += _table(("field", "type", "meaning"), found)
         return text + "\n"
 
@@ -129,7 +134,8 @@ def durations(before: str) -> str:
 
 def _classes(module: ModuleType) -> dict[str, ast.ClassDef]:
     """By name; from the source, because docstrings of fields are nowhere else."""
-    return {node.name: node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.ClassDef)}
+    body = ast.parse(inspect.getsource(module)).body
+    return {node.name: node for node in body if isinstance(node, ast.ClassDef)}
 
 
 def _fields(declared: ast.ClassDef) -> list[Field]:
@@ -137,7 +143,8 @@ def _fields(declared: ast.ClassDef) -> list[Field]:
     for node in declared.body:
         if isinstance(node, ast.AnnAssign):
             default = "" if node.value is None else ast.unparse(node.value)
-            found.append(Field(ast.unparse(node.target), ast.unparse(node.annotation).replace(" | ", " or "), default, ""))
+            type_ = ast.unparse(node.annotation).replace(" | ", " or ")
+            found.append(Field(ast.unparse(node.target), type_, default, ""))
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and found:
             found[-1] = found[-1]._replace(doc=" ".join(str(node.value.value).split()))
     return found
@@ -148,7 +155,8 @@ def _code(text: str) -> str:
 
 
 def _table(head: Row, body: Iterable[Row]) -> str:
-    return "".join(f"| {' | '.join(row)} |\n" for row in (head, ("---",) * len(head), *body))
+    escaped = [[cell.replace("|", r"\|") for cell in row] for row in (head, ("---",) * len(head), *body)]
+    return "".join(f"| {' | '.join(row)} |\n" for row in escaped)
 
 
 TABLES: dict[str, Callable[[str], str]] = {

@@ -15,11 +15,17 @@ PATHS = [f"/{path.relative_to(ROOT)}" for folder in FOLDERS for path in folder.r
 PATHS += [f"/{path.name}" for path in ROOT.iterdir()]
 
 
+@pytest.fixture(scope="module")
+def everywhere() -> set[str]:
+    """All names that any module defines."""
+    return set().union(*(names_of(ROOT / path[1:]) for path in PATHS if path.endswith(".py")))
+
+
 @pytest.mark.parametrize("page", PAGES)
-def test_what_a_page_names_is_there(page: str) -> None:
+def test_what_a_page_names_is_there(page: str, everywhere: set[str]) -> None:
     wrong = []
     for code in re.findall(r"`([^`\n]+)`", (ROOT / page).read_text()):
-        if re.fullmatch(r"test_\w+", code) and not any(defined(path, code) for path in (ROOT / "tests").rglob("test_*.py")):
+        if re.fullmatch(r"(test)?_\w+", code) and code not in everywhere:
             wrong.append(code)
         match = FILE.fullmatch(code)
         if match is None or "NAME" in code:
@@ -41,5 +47,9 @@ def test_the_reading_order_says_how_long_its_files_are() -> None:
 
 def defined(path: Path, name: str) -> bool:
     """Whether a module defines each part of a dotted name."""
-    names = {name for found in NAMES.findall(path.read_text()) for name in found}
-    return names.issuperset(name.split("."))
+    return names_of(path).issuperset(name.split("."))
+
+
+def names_of(path: Path) -> set[str]:
+    """What a module defines, its classes' members included."""
+    return {name for found in NAMES.findall(path.read_text()) for name in found if name}

@@ -6,6 +6,7 @@
 4. `watch` looks at every process. A dead engine is reported to the router, its memory removed, and it comes back under a higher epoch.
    A dead router comes back on the same port, under a higher epoch too, and is told of every live engine; the requests it had are lost.
 5. `drain` lets open requests end; `stop` ends all processes and leaves no process, shared memory, folder or port behind.
+6. When a part of Ray itself dies, nothing can be watched or replaced any more: every step raises ClusterLost.
 """
 
 import secrets
@@ -18,11 +19,12 @@ from typing import Any, Literal, Self
 
 from cluster import build
 from cluster.config import ClusterConfig, PoolConfig
-from cluster.ray_handles import Actor, ActorDied, Bundle, Mailbox, RayCluster, ready, result
+from cluster.ray_cluster import Bundle, RayCluster
+from cluster.ray_handles import Actor, ActorDied, Mailbox
 from decode_pool.actor import DecodeActor
 from kv_transfer.segment import PREFIX, remove_stale
 from prefill_pool.actor import PrefillActor
-from protocol.errors import CapacityError, StartupError
+from protocol.errors import CapacityError, ClusterLost, StartupError
 from protocol.messages import ROUTER_ID, Address
 from router.actor import RouterActor
 from router.policy import Replica as ReplicaLoad
@@ -32,7 +34,7 @@ START_TIMEOUT_S = 300.0
 GREETING_TIMEOUT_S = 30.0
 """Longest wait until the router has every engine's `Hello`: it takes one message each way."""
 STOP_TIMEOUT_S = 5.0
-"""Longest wait for a process to give its memory back before it is killed."""
+"""Longest wait for all processes to give their memory back before they are killed."""
 ROUTER_STALL_TIMEOUT_S = 60.0
 """A router that leaves a question unanswered for longer counts as dead; an engine has its own `stall_timeout_s`."""
 STABLE_S = 60.0
@@ -86,11 +88,15 @@ class Deployment:
     metrics_port: int = 0
     """Where Prometheus scrapes."""
     _epoch: int = 0
-    _ray: RayCluster | None = None
+    _ray: RayCluster = field(init=False)
     _router: Place = field(default_factory=lambda: Place(ROUTER_ID, "router", None))
     _engines: list[Place] = field(default_factory=list)
     _vocab_size: int = 0
-    _draining: bool = False
+    _drained_at: float | None = None
+    """When the drain is over; None before it begins."""
+
+    def __post_init__(self) -> None:
+        self._ray = RayCluster(self._namespace, self.prefix)
 
     def __enter__(self) -> Self:
         try:
@@ -113,9 +119,10 @@ class Deployment:
         return loads or []
 
     def watch(self, timeout_s: float = 0.25) -> None:
-        """One look at every process, then waits `timeout_s`."""
+        """One look at every process, then waits `timeout_s`. Raises ClusterLost."""
+        self._ray.check()
         now = time.monotonic()
-        if not (self._draining and self._router.state == "down"):
+        if not (self._drained_at is not None and self._router.state == "down"):
             self._watch(self._router, now)
         lost: list[Address] = self._ask_router("take_lost") or []
         for engine in self._engines:
@@ -127,11 +134,13 @@ class Deployment:
 
     def drain(self, deadline_s: float) -> int | None:
         """Takes nothing new and waits for open requests; returns how many were open at the end. None: the router died, all are lost."""
-        self._draining = True
-        drained_at = time.monotonic() + deadline_s
+        self._drained_at = time.monotonic() + deadline_s
         try:
-            self._router.live.call("drain", deadline_s)
-            while (num_open := int(self._router.live.call("num_open"))) and time.monotonic() < drained_at:
+            router = self._router.live
+            router.call("drain", deadline_s, timeout_s=self._patience_s())
+            while num_open := int(router.call("num_open", timeout_s=self._patience_s())):
+                if time.monotonic() >= self._drained_at:
+                    break
                 self.watch()
         except (ActorDied, StartupError):
             return None
@@ -139,19 +148,22 @@ class Deployment:
 
     def stop(self) -> None:
         """Ends every process and removes what they leave. Open requests are lost."""
-        if self._ray is None:
-            return
         places = [place for place in (self._router, *self._engines) if place.actor is not None]
         try:
+            self._ray.check()
             stopping = [place.live.start("stop") for place in places if place.state == "up"]
+            until = time.monotonic() + STOP_TIMEOUT_S
             for reference in stopping:
-                ready(reference, STOP_TIMEOUT_S)
+                self._ray.ready(reference, max(0.0, until - time.monotonic()))
+            if self._ray.folder is None:  # what a private Ray carries ends with it
+                for place in places:
+                    place.live.kill()
+        except ClusterLost:
+            pass
         finally:
             for place in places:
-                place.live.kill()
+                place.actor = None
             self._ray.close()
-            self._ray = None
-            remove_stale(self.prefix)
 
     def _start(self) -> None:
         config = self.config
@@ -166,9 +178,7 @@ class Deployment:
         self._engines = [Place(name, role, bundle) for bundle, (name, role) in enumerate(names)]
         bundles = [Bundle(pool.num_threads, pool.num_gpus) for pool in map(self._pool, self._engines)]
         self.progress("starting Ray")
-        self._ray = RayCluster.open(
-            self._namespace, num_cpus=sum(bundle.num_cpus for bundle in bundles), num_gpus=sum(bundle.num_gpus for bundle in bundles)
-        )
+        self._ray.open(num_cpus=sum(bundle.num_cpus for bundle in bundles), num_gpus=sum(bundle.num_gpus for bundle in bundles))
         self._ray.place(bundles)
         self.progress(f"starting the router, {', '.join(engine.replica_id for engine in self._engines)}")
         for place in (self._router, *self._engines):
@@ -178,10 +188,10 @@ class Deployment:
         self._await_greetings()
 
     def _await_first_start(self, place: Place) -> None:
-        if not ready(place.pending, START_TIMEOUT_S):
+        if not self._ray.ready(place.pending, START_TIMEOUT_S):
             raise CapacityError(f"{place.replica_id} has not started within {START_TIMEOUT_S:g} s")
         try:
-            answer = result(place.pending)
+            answer = self._ray.result(place.pending)
         except ActorDied as error:
             raise StartupError(f"{place.replica_id} died while starting: {error}") from None
         self._came_up(place, answer, time.monotonic())
@@ -199,7 +209,6 @@ class Deployment:
         return [engine.replica_id for engine in self._engines if engine.actor is None or engine.actor.address not in heard]
 
     def _launch(self, place: Place) -> None:
-        assert self._ray is not None
         config, now = self.config, time.monotonic()
         address, mailbox = Address(place.replica_id, self._next_epoch()), Mailbox(self._namespace)
         if place.role == "router":
@@ -232,13 +241,13 @@ class Deployment:
             if now >= place.since:
                 self._launch(place)
             return
-        if not ready(place.pending, 0):
+        if not self._ray.ready(place.pending, 0):
             limit_s = START_TIMEOUT_S if place.state == "starting" else self._stall_timeout_s(place)
             if now - place.asked_at > limit_s:
                 self._bury(place, f"it has not answered for {limit_s:g} s", now)
             return
         try:
-            answer = result(place.pending)
+            answer = self._ray.result(place.pending)
         except ActorDied:
             self._bury(place, "its process died", now)
         except StartupError as error:
@@ -273,7 +282,7 @@ class Deployment:
         if router is None or self._router.state != "up":
             return None
         try:
-            return router.call(method, *args)
+            return router.call(method, *args, timeout_s=self._patience_s())
         except ActorDied:
             return None
 
@@ -282,6 +291,12 @@ class Deployment:
 
     def _stall_timeout_s(self, place: Place) -> float:
         return ROUTER_STALL_TIMEOUT_S if place.role == "router" else self._pool(place).engine.stall_timeout_s
+
+    def _patience_s(self) -> float:
+        """Longest wait for an answer of the router: the drain bounds it."""
+        if self._drained_at is None:
+            return ROUTER_STALL_TIMEOUT_S
+        return min(ROUTER_STALL_TIMEOUT_S, max(1.0, self._drained_at - time.monotonic()))
 
     @property
     def _namespace(self) -> str:

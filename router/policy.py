@@ -139,7 +139,20 @@ def prefix_aware(candidates: Sequence[Replica], ask: Ask) -> Replica:
     return min(candidates, key=lambda r: (cost(r), r.in_flight, r.address))
 
 
-POLICIES: dict[str, Choose] = {"round_robin": round_robin, "least_loaded": least_loaded, "prefix_aware": prefix_aware}
+class Policy(NamedTuple):
+    choose: Choose
+    wants_hashes: bool = False
+    """It looks at `Ask.hashes`, which cost a pass over the prompt."""
+
+
+POLICIES: dict[str, Policy] = {
+    "round_robin": Policy(round_robin),
+    "least_loaded": Policy(least_loaded),
+    "prefix_aware": Policy(prefix_aware, wants_hashes=True),
+}
+"""By name, as `router.policy` gives it: the one list of them."""
+
+Disaggregation = Literal["auto", "strict", "off"]
 
 
 def pick(
@@ -148,7 +161,7 @@ def pick(
     decode: Sequence[Replica],
     ask: Ask,
     *,
-    disaggregation: Literal["auto", "strict", "off"],
+    disaggregation: Disaggregation,
     min_disaggregated_tokens: int,
 ) -> Pick | None:
     """A decode engine serves alone when the prompt it lacks is short, or (not in strict) when no live prefill engine can take it.
@@ -167,9 +180,7 @@ def pick(
     return Pick(choose(free_prefill, ask).address, chosen.address) if free_prefill else None
 
 
-def too_large_for_all(
-    prefill: Sequence[Replica], decode: Sequence[Replica], ask: Ask, *, disaggregation: Literal["auto", "strict", "off"]
-) -> bool:
+def too_large_for_all(prefill: Sequence[Replica], decode: Sequence[Replica], ask: Ask, *, disaggregation: Disaggregation) -> bool:
     """Whether engines are up, and none of them could ever serve this: it waits for one that is away."""
     up_decode = [r for r in decode if r.state == "up"]
     able_decode = [r for r in up_decode if r.holds(ask)]
@@ -182,7 +193,7 @@ def too_large_for_all(
     return disaggregation == "off" or not _able(prefill, ask)
 
 
-def num_places(prefill: Sequence[Replica], decode: Sequence[Replica], ask: Ask, *, disaggregation: Literal["auto", "strict", "off"]) -> int:
+def num_places(prefill: Sequence[Replica], decode: Sequence[Replica], ask: Ask, *, disaggregation: Disaggregation) -> int:
     """How many such requests `pick` places one after the other, at least: more where some need no prefill engine."""
     num_decode = sum(r.num_places for r in decode if r.holds(ask))
     able = _able(prefill, ask)

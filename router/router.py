@@ -412,7 +412,7 @@ class Router:
             entry = self._open[slot]
             ask = self._ask(entry)
             chosen = pick(
-                POLICIES[self._config.policy],
+                POLICIES[self._config.policy].choose,
                 prefill,
                 decode,
                 ask,
@@ -431,7 +431,7 @@ class Router:
 
     def _ask(self, entry: Open) -> Ask:
         """What the policies know of a request; its hashes, of the prompt alone, are computed once, and only if a policy looks at them."""
-        if entry.hashes is None and (self._config.policy == "prefix_aware" or self._config.min_disaggregated_tokens):
+        if entry.hashes is None and (POLICIES[self._config.policy].wants_hashes or self._config.min_disaggregated_tokens):
             hello = next((replica.hello for replica in self._fleet), None)
             if hello is not None:
                 root = root_hash(hello.layout_fingerprint, entry.request.cache_salt)

@@ -20,6 +20,7 @@ from protocol.errors import RequestError
 from protocol.messages import RequestKey, SamplingParams, TokenLogprobs
 from router.admission import ClientRequest
 from router.config import RouterConfig
+from router.policy import POLICIES
 from router.request import Ended
 
 HORIZON_S = 400.0
@@ -185,7 +186,7 @@ def drawn(
         decode=_draw_decode(draw, config, tight),
         router=RouterConfig(
             max_attempts=10,
-            policy=draw.choice(["round_robin", "least_loaded", "prefix_aware"]),
+            policy=draw.choice(list(POLICIES)),
             disaggregation=draw.choice(MODES if num_prefill else MODES[1:]),
             max_queue=draw.choice([1, 8, 1024, 1024]),
             queue_ttl_s=draw.choice([None, None, 2.0]) if faults.deadline else None,

@@ -137,5 +137,9 @@ def test_pick(prefill: list[Replica], decode: list[Replica], options: dict[str, 
     assert choose(prefill, decode, **options) == chosen
 
 
-def test_every_policy_is_reachable_by_name() -> None:
-    assert set(POLICIES) == {"round_robin", "least_loaded", "prefix_aware"}
+def test_a_policy_that_looks_at_hashes_says_so() -> None:
+    """Its choice changes with the hashes; of all others it does not."""
+    pool = [replica("a", free=50, num_blocks=101), replica("b", free=49, num_blocks=101, hashes=set(CHAIN))]
+    for policy in POLICIES.values():
+        chosen = {policy.choose(pool, ask(hashes=hashes)).address for hashes in (CHAIN, [])}
+        assert (len(chosen) == 2) == policy.wants_hashes

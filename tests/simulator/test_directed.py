@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, Mode
 from engine.runners.arithmetic_model import expected_tokens
 from engine.scheduler.admission import seat_arrived
-from engine.scheduler.preemption import Mode
 from engine.scheduler.state import SchedulerState
 from kv_transfer.transports.local import LocalPull
 from protocol.errors import RequestCancelled, RequestFailed

@@ -128,7 +128,7 @@ def serve(
             if num_lost is None:
                 console.print("stopping; the router died, what was open is lost")
             else:
-                console.print(f"stopping; {num_lost} requests were still open" if num_lost else "drained, stopping")
+                console.print(f"stopping; {num_lost} requests did not end in time" if num_lost else "drained, stopping")
             stop.ignore()
     except KeyboardInterrupt:
         console.print("stopped")

@@ -133,7 +133,7 @@ class Deployment:
         time.sleep(timeout_s)
 
     def drain(self, deadline_s: float) -> int | None:
-        """Takes nothing new and waits for open requests; returns how many were open at the end. None: the router died, all are lost."""
+        """Takes nothing new and waits for open requests; returns how many did not end in time. None: the router died, all are lost."""
         self._drained_at = time.monotonic() + deadline_s
         try:
             router = self._router.live
@@ -142,9 +142,9 @@ class Deployment:
                 if time.monotonic() >= self._drained_at:
                     break
                 self.watch()
+            return num_open + int(router.call("num_cut_short", timeout_s=self._patience_s()))
         except (ActorDied, StartupError):
             return None
-        return num_open
 
     def stop(self) -> None:
         """Ends every process and removes what they leave. Open requests are lost."""

@@ -117,6 +117,10 @@ class RouterActor:
     async def num_open(self) -> int:
         return self._core.num_open
 
+    async def num_cut_short(self) -> int:
+        """Requests that the drain's deadline has ended."""
+        return self._core.num_cut_short
+
     async def stop(self) -> None:
         """Closes the port and ends open calls."""
         if self._serving is not None:

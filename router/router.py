@@ -71,6 +71,8 @@ class Router:
         self._status_seq = 0
         self._draining = False
         self._drain_at: float | None = None
+        self.num_cut_short = 0
+        """Requests that the drain deadline has ended."""
         self.counters: dict[str, float] = dict.fromkeys(
             (
                 *("accepted", "retries", "returned", "disaggregated", "alone", "ignored"),
@@ -241,6 +243,7 @@ class Router:
             self._leave_replica(address, suspected=True)
         if self._drain_at is not None and now >= self._drain_at:
             for entry in list(self._open.values()):
+                self.num_cut_short += 1
                 self._abort_engines(entry, "superseded")
                 self._close(entry, None, Draining("the deployment was shut down"))
         if now >= self._status_at:

@@ -17,6 +17,19 @@ class FrozenRouter(Actor):
         raise StartupError("no answer")
 
 
+class RouterAtItsDeadline(Actor):
+    """Has just ended what was open."""
+
+    def call(self, method: str, *args: object, timeout_s: float = 60.0) -> Any:
+        return {"drain": None, "num_open": 0, "num_cut_short": 3}[method]
+
+
+def test_what_the_deadline_has_cut_short_is_not_called_drained() -> None:
+    deployment = Deployment(from_tree({"runner": "arithmetic"}), print)
+    deployment._router.actor, deployment._router.state = RouterAtItsDeadline(Address(ROUTER_ID, 1), [], deployment._ray), "up"
+    assert deployment.drain(5.0) == 3
+
+
 def test_a_router_that_does_not_answer_holds_up_no_drain() -> None:
     deployment = Deployment(from_tree({"runner": "arithmetic"}), print)
     asked: list[float] = []

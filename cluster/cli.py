@@ -151,8 +151,8 @@ def plan(
         int | None, typer.Option(min=1, help="Answers being written at once, over all engines; default: one for every seat.")
     ] = None,
     device_memory_gib: Annotated[float | None, typer.Option(min=0, help="Of one GPU; default: of the first GPU here.")] = None,
-    gb_per_s: Annotated[float | None, typer.Option("--gb-per-s", min=0, help="Bandwidth of KV transfer, 10^9 bytes a second.")] = None,
-    prefill_tokens_per_s: Annotated[float | None, typer.Option(min=0, help="Prompt tokens that one engine computes in a second.")] = None,
+    gb_per_s: Annotated[float | None, typer.Option("--gb-per-s", min=0.001, help="Bandwidth of KV transfer, 10^9 bytes a second.")] = None,
+    prefill_tokens_per_s: Annotated[float | None, typer.Option(min=1, help="Prompt tokens that one engine computes in a second.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Prints JSON.")] = False,
 ) -> None:
     """Prints what a configuration means: blocks, sequences at once, steps per prompt, and which budget binds. Starts nothing."""
@@ -162,13 +162,17 @@ def plan(
 
     loaded = load(config, set_ or [])
     needs_gpu = any(pool.num_gpus for pool in (loaded.prefill, loaded.decode) if pool.replicas)
-    device_memory_bytes = int(device_memory_gib * planning.GIB) if device_memory_gib else planning.gpu_memory_bytes() if needs_gpu else None
+    device_memory_bytes = (
+        int(device_memory_gib * planning.GIB) if device_memory_gib is not None else planning.gpu_memory_bytes() if needs_gpu else None
+    )
     seats = loaded.decode.engine.max_num_seqs * loaded.decode.replicas
     planned = planning.plan(
         loaded,
         planning.Load(prompt_tokens=prompt_tokens, output_tokens=output_tokens, num_running=running or seats),
         device_memory_bytes=device_memory_bytes,
-        rates=planning.Rates(transfer_bytes_per_s=gb_per_s * 1e9 if gb_per_s else None, prefill_tokens_per_s=prefill_tokens_per_s),
+        rates=planning.Rates(
+            transfer_bytes_per_s=gb_per_s * 1e9 if gb_per_s is not None else None, prefill_tokens_per_s=prefill_tokens_per_s
+        ),
     )
     if json_:
         typer.echo(json.dumps(asdict(planned)))

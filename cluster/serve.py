@@ -46,7 +46,7 @@ Role = Literal["router", "prefill", "decode"]
 
 
 @dataclass(slots=True)
-class Place:
+class ReplicaProcess:
     """The router, or one engine of a pool: what is always there again, and the process that fills it now."""
 
     replica_id: str
@@ -89,8 +89,8 @@ class Deployment:
     """Where Prometheus scrapes."""
     _epoch: int = 0
     _ray: RayCluster = field(init=False)
-    _router: Place = field(default_factory=lambda: Place(ROUTER_ID, "router", None))
-    _engines: list[Place] = field(default_factory=list)
+    _router: ReplicaProcess = field(default_factory=lambda: ReplicaProcess(ROUTER_ID, "router", None))
+    _engines: list[ReplicaProcess] = field(default_factory=list)
     _vocab_size: int = 0
     _drained_at: float | None = None
     """When the drain is over; None before it begins."""
@@ -127,7 +127,7 @@ class Deployment:
         lost: list[Address] = self._ask_router("take_lost") or []
         for engine in self._engines:
             if engine.actor is not None and engine.actor.address in lost:
-                self._bury(engine, "its messages do not arrive", now)
+                self._replace_dead(engine, "its messages do not arrive", now)
             else:
                 self._watch(engine, now)
         time.sleep(timeout_s)
@@ -175,7 +175,7 @@ class Deployment:
         self.port, self.metrics_port = config.router.grpc_port, config.router.metrics_port
         roles: list[tuple[Role, int]] = [("prefill", config.prefill.replicas), ("decode", config.decode.replicas)]
         names: list[tuple[str, Role]] = [(f"{role}-{i}", role) for role, replicas in roles for i in range(replicas)]
-        self._engines = [Place(name, role, bundle) for bundle, (name, role) in enumerate(names)]
+        self._engines = [ReplicaProcess(name, role, bundle) for bundle, (name, role) in enumerate(names)]
         bundles = [Bundle(pool.num_threads, pool.num_gpus) for pool in map(self._pool, self._engines)]
         self.progress("starting Ray")
         self._ray.open(num_cpus=sum(bundle.num_cpus for bundle in bundles), num_gpus=sum(bundle.num_gpus for bundle in bundles))
@@ -187,7 +187,7 @@ class Deployment:
             self._await_first_start(place)
         self._await_greetings()
 
-    def _await_first_start(self, place: Place) -> None:
+    def _await_first_start(self, place: ReplicaProcess) -> None:
         if not self._ray.ready(place.pending, START_TIMEOUT_S):
             raise CapacityError(f"{place.replica_id} has not started within {START_TIMEOUT_S:g} s")
         try:
@@ -208,7 +208,7 @@ class Deployment:
         heard = {load.address for load in self.loads()}
         return [engine.replica_id for engine in self._engines if engine.actor is None or engine.actor.address not in heard]
 
-    def _launch(self, place: Place) -> None:
+    def _launch(self, place: ReplicaProcess) -> None:
         config, now = self.config, time.monotonic()
         address, mailbox = Address(place.replica_id, self._next_epoch()), Mailbox(self._namespace)
         if place.role == "router":
@@ -223,7 +223,7 @@ class Deployment:
         place.state, place.since = "starting", now
         place.ask("start", now)
 
-    def _came_up(self, place: Place, answer: Any, now: float) -> None:
+    def _came_up(self, place: ReplicaProcess, answer: Any, now: float) -> None:
         """`answer`: of its `start`; a router's is the port."""
         place.state, place.since = "up", now
         place.ask("failure", now)
@@ -236,7 +236,7 @@ class Deployment:
             if engine.state == "up":
                 self._ask_router("replica_started", engine.live.address)
 
-    def _watch(self, place: Place, now: float) -> None:
+    def _watch(self, place: ReplicaProcess, now: float) -> None:
         if place.state == "down":
             if now >= place.since:
                 self._launch(place)
@@ -244,24 +244,24 @@ class Deployment:
         if not self._ray.ready(place.pending, 0):
             limit_s = START_TIMEOUT_S if place.state == "starting" else self._stall_timeout_s(place)
             if now - place.asked_at > limit_s:
-                self._bury(place, f"it has not answered for {limit_s:g} s", now)
+                self._replace_dead(place, f"it has not answered for {limit_s:g} s", now)
             return
         try:
             answer = self._ray.result(place.pending)
         except ActorDied:
-            self._bury(place, "its process died", now)
+            self._replace_dead(place, "its process died", now)
         except StartupError as error:
-            self._bury(place, str(error), now)
+            self._replace_dead(place, str(error), now)
         else:
             if place.state == "starting":
                 self._came_up(place, answer, now)
                 self.progress(f"{place.replica_id} is back")
             elif answer:
-                self._bury(place, answer, now)
+                self._replace_dead(place, answer, now)
             else:
                 place.ask("failure", now)
 
-    def _bury(self, place: Place, failure: str, now: float) -> None:
+    def _replace_dead(self, place: ReplicaProcess, failure: str, now: float) -> None:
         if place.state == "up" and place.role != "router":
             self._ask_router("replica_down", place.live.address)
         elif place.state == "starting" and place.role == "router":
@@ -286,10 +286,10 @@ class Deployment:
         except ActorDied:
             return None
 
-    def _pool(self, engine: Place) -> PoolConfig:
+    def _pool(self, engine: ReplicaProcess) -> PoolConfig:
         return self.config.prefill if engine.role == "prefill" else self.config.decode
 
-    def _stall_timeout_s(self, place: Place) -> float:
+    def _stall_timeout_s(self, place: ReplicaProcess) -> float:
         return ROUTER_STALL_TIMEOUT_S if place.role == "router" else self._pool(place).engine.stall_timeout_s
 
     def _patience_s(self) -> float:

@@ -28,7 +28,7 @@ from router.tracing import SpanTracing, export_to
 SWITCH_INTERVAL_S = 0.0005
 """How long a busy thread (tokenisation) keeps the interpreter from the event loop: at Python's 5 ms every message may wait that long."""
 STOP_GRACE_S = 1.0
-"""Open calls get this long to read what they have, after a drain or without one."""
+"""ActiveRequest calls get this long to read what they have, after a drain or without one."""
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""What one simulated run consists of: engines, clients, speeds and faults. The event heap (simulator/simulation.py) plays it.
+"""What one simulated run consists of: engines, clients, speeds and faults. The event queue (simulator/simulation.py) plays it.
 
 `drawn` makes one from a seed, small and nasty; cluster/simulate.py makes one from a configuration and a workload.
 """
@@ -114,7 +114,7 @@ class Client:
 
 @dataclass(slots=True, kw_only=True)
 class Scenario:
-    """Everything the heap does not decide. Durations in virtual seconds; callables may draw from their own streams."""
+    """Everything the queue does not decide. Durations in virtual seconds; callables may draw from their own streams."""
 
     seed: int
     num_prefill: int

@@ -13,8 +13,8 @@ from types import ModuleType
 import numpy as np
 import numpy.typing as npt
 
-from engine.row_sampling import RowSampling
 from engine.runner import Batch
+from engine.sampling_metadata import SamplingMetadata
 from engine.scheduler.sequence import Sequence
 from protocol.block_hash import HASH_WORDS
 from protocol.errors import ProtocolError
@@ -62,7 +62,7 @@ class SequenceTable:
         """Root hash, then the hashes of the full blocks of its known tokens below `chained`."""
         self.words = np.zeros(self.loops.NUM_WORDS, np.uint64)
         """Where blocks are hashed."""
-        self.sampling = RowSampling(num_rows)
+        self.sampling = SamplingMetadata(num_rows)
         self._state = np.zeros((self.loops.NUM_LINES, max_num_seqs), np.int32)
         self.row, self.tokens, self.goal, self.computed, self.capacity, self.limit, self.cap = self._state[:7]
         self.edge, self.chained, self.base, self.attempt, self.fresh, self.ignore_eos, self.offer = self._state[7:]

@@ -17,7 +17,7 @@ from kv_transfer.state import PrefillEvent as P
 from kv_transfer.state import PrefillState as InPrefill
 from protocol.errors import DeadlineExceeded, RequestCancelled, RequestError
 from protocol.messages import FinishReason
-from router.request import Open
+from router.request import ActiveRequest
 from router.router import Router
 from simulator.scenario import ALL_FAULTS, drawn
 from simulator.simulation import Simulation
@@ -57,7 +57,7 @@ def counted() -> Counted:
 
         return count
 
-    def closing(self: Router, entry: Open, finish_reason: FinishReason | None, error: RequestError | None) -> None:
+    def closing(self: Router, entry: ActiveRequest, finish_reason: FinishReason | None, error: RequestError | None) -> None:
         counted.router["queued" if entry.key is None else "active", type(error).__name__] += 1
         close(self, entry, finish_reason, error)
 

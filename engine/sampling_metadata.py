@@ -12,7 +12,7 @@ Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
 
 
-class RowSampling:
+class SamplingMetadata:
     """Arrays [num_rows], written when a sequence takes its row and left as they are until the next one does."""
 
     def __init__(self, num_rows: int) -> None:

@@ -169,14 +169,14 @@ METRICS = (
         lambda now: [((), now.door.totals.first_token.now)],
     ),
     Metric(
-        "inter_token_seconds",
+        "inter_token_latency_seconds",
         "histogram",
         "Between two tokens of an answer, as they reach the router; tokens of one step are 0 apart.",
         (),
         lambda now: [((), now.core.inter_token.now)],
     ),
     Metric(
-        "request_seconds",
+        "e2e_request_latency_seconds",
         "histogram",
         "From the arrival of a call to the end of an answer; those that ended with a finish reason.",
         (),
@@ -185,7 +185,7 @@ METRICS = (
     Metric(
         "request_stage_seconds",
         "histogram",
-        "Parts of request_seconds; they add up to it.",
+        "Parts of e2e_request_latency_seconds; they add up to it.",
         ("stage",),
         lambda now: [((stage,), histogram.now) for stage, histogram in now.door.totals.stages.items()],
     ),

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from protocol.histogram import Distribution
 from router.frontdoor import FrontDoor
 from router.metrics_totals import ReplicaTotals
-from router.policy import Replica
+from router.policy import ReplicaView
 from router.router import Router
 
 PREFIX = "twopass_"
@@ -32,7 +32,7 @@ class Now(NamedTuple):
 
     core: Router
     door: FrontDoor
-    replicas: list[Replica]
+    replicas: list[ReplicaView]
     totals: dict[str, ReplicaTotals]
     """By replica id, over all its lives."""
 
@@ -78,7 +78,7 @@ def _distributions(key: str) -> Reader:
     return read
 
 
-def _replicas(value: Callable[[Replica], float]) -> Reader:
+def _replicas(value: Callable[[ReplicaView], float]) -> Reader:
     """A gauge of every engine that is there."""
     return lambda now: [((r.hello.role, r.address.replica_id), value(r)) for r in now.replicas]
 

@@ -168,7 +168,7 @@ def plan(
     seats = loaded.decode.engine.max_num_seqs * loaded.decode.replicas
     planned = planning.plan(
         loaded,
-        planning.Load(prompt_tokens=prompt_tokens, output_tokens=output_tokens, num_running=running or seats),
+        planning.Workload(prompt_tokens=prompt_tokens, output_tokens=output_tokens, num_running=running or seats),
         device_memory_bytes=device_memory_bytes,
         rates=planning.Rates(
             transfer_bytes_per_s=gb_per_s * 1e9 if gb_per_s is not None else None, prefill_tokens_per_s=prefill_tokens_per_s

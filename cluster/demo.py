@@ -26,7 +26,7 @@ from cluster.config import ClusterConfig, from_tree
 from cluster.fetch import demo_model_dir
 from cluster.serve import Deployment, Progress
 from protocol.messages import Address
-from router.policy import Replica
+from router.policy import ReplicaView
 from twopass.client import AsyncClient, Timing
 from twopass.console import plain_console
 
@@ -146,9 +146,9 @@ def _waiting(console: Console) -> Iterator[Progress]:
         yield progress
 
 
-async def _answer_all(deployment: Deployment, answers: list[Answer], console: Console) -> dict[Address, Replica]:
+async def _answer_all(deployment: Deployment, answers: list[Answer], console: Console) -> dict[Address, ReplicaView]:
     """Sends all prompts at once and shows the answers as they grow. Returns each engine as it was seen with the fewest free blocks."""
-    busiest: dict[Address, Replica] = {}
+    busiest: dict[Address, ReplicaView] = {}
     stopping = threading.Event()
     watching = asyncio.create_task(asyncio.to_thread(_watch, deployment, busiest, stopping))
     try:
@@ -173,7 +173,7 @@ async def _answer_all(deployment: Deployment, answers: list[Answer], console: Co
     return busiest
 
 
-def _watch(deployment: Deployment, busiest: dict[Address, Replica], stopping: threading.Event) -> None:
+def _watch(deployment: Deployment, busiest: dict[Address, ReplicaView], stopping: threading.Event) -> None:
     """Keeps the deployment alive and notes every engine's fullest status in `busiest`. Raises StartupError when the router is gone."""
     while not stopping.is_set():
         for replica in deployment.loads():
@@ -199,7 +199,7 @@ async def _answer(client: AsyncClient, answer: Answer) -> None:
         answer.timing = chunk.timing or answer.timing
 
 
-def _final_loads(deployment: Deployment) -> list[Replica]:
+def _final_loads(deployment: Deployment) -> list[ReplicaView]:
     """Every engine with a status sent after the last answer, so that its counters are final. Prefill first."""
     seen = {replica.address: replica.status.seq if replica.status else 0 for replica in deployment.loads()}
     while True:
@@ -252,7 +252,7 @@ def _engine_table(engines: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _engine_facts(replica: Replica, busiest: Replica) -> dict[str, Any]:
+def _engine_facts(replica: ReplicaView, busiest: ReplicaView) -> dict[str, Any]:
     """`busiest`: the same engine under load, for its trays and blocks; counters are of the end."""
     num_blocks = replica.hello.num_blocks - 1
     counters = replica.status.counters if replica.status else {}

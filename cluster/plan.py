@@ -33,7 +33,7 @@ Budget = Literal["max_num_seqs", "max_num_batched_tokens", "KV blocks"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class Workload:
     """What is to be served. `num_running`: answers being written at once, over all engines."""
 
     prompt_tokens: int
@@ -84,7 +84,7 @@ class PoolPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    load: Load
+    load: Workload
     pools: list[PoolPlan]
     prompt_kv_bytes: int
     """What a handoff moves."""
@@ -93,7 +93,7 @@ class Plan:
     warnings: list[str]
 
 
-def plan(config: ClusterConfig, load: Load, *, device_memory_bytes: int | None = None, rates: Rates | None = None) -> Plan:
+def plan(config: ClusterConfig, load: Workload, *, device_memory_bytes: int | None = None, rates: Rates | None = None) -> Plan:
     """Raises ConfigError where nothing can be computed, ModelError for an unreadable config.json. Weights need not be there."""
     model = read_config(Path(config.model)) if config.model is not None and config.runner != "arithmetic" else None
     if model is not None:
@@ -130,7 +130,7 @@ def _pool_plan(
     pool: PoolConfig,
     config: ClusterConfig,
     model: ModelConfig | None,
-    load: Load,
+    load: Workload,
     device_memory_bytes: int | None,
 ) -> PoolPlan:
     engine = pool.engine
@@ -200,7 +200,7 @@ def _num_blocks(key: str, pool: PoolConfig, runner: str, block_bytes: int, free_
     return num_bytes // block_bytes, name
 
 
-def _ceilings(role: str, engine: EngineConfig, load: Load, num_contexts: int) -> dict[Budget, int]:
+def _ceilings(role: str, engine: EngineConfig, load: Workload, num_contexts: int) -> dict[Budget, int]:
     """Sequences at once. In a prefill engine the token budget allows as many as fill one step.
 
     Colocated, every answer of O tokens brings a prompt of P: in the long run P / O prompt tokens come with each decode.
@@ -214,7 +214,7 @@ def _ceilings(role: str, engine: EngineConfig, load: Load, num_contexts: int) ->
     return {"max_num_seqs": engine.max_num_seqs, "max_num_batched_tokens": allowed, "KV blocks": num_contexts}
 
 
-def _prompt_tokens_per_step(role: str, engine: EngineConfig, load: Load, num_contexts: int, num_running: int) -> int:
+def _prompt_tokens_per_step(role: str, engine: EngineConfig, load: Workload, num_contexts: int, num_running: int) -> int:
     if role == "prefill":
         return min(engine.max_num_seqs, num_contexts) * _chunk_cap(engine, load.prompt_tokens)
     return ceil(num_running * load.prompt_tokens / load.output_tokens) if role == "colocated" else 0
@@ -242,7 +242,7 @@ def _key(role: str) -> str:
     return "prefill" if role == "prefill" else "decode"
 
 
-def _pool_warnings(given: tuple[str, PoolConfig], pool: PoolPlan, load: Load) -> Iterator[str]:
+def _pool_warnings(given: tuple[str, PoolConfig], pool: PoolPlan, load: Workload) -> Iterator[str]:
     """Knobs of one pool that contradict each other, or the load."""
     engine, key = given[1].engine, _key(pool.role)
     budget, seats, threshold = engine.max_num_batched_tokens, engine.max_num_seqs, engine.long_prefill_token_threshold

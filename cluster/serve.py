@@ -27,7 +27,7 @@ from prefill_pool.actor import PrefillActor
 from protocol.errors import CapacityError, ClusterLost, StartupError
 from protocol.messages import ROUTER_ID, Address
 from router.actor import RouterActor
-from router.policy import Replica as ReplicaLoad
+from router.policy import ReplicaView
 
 START_TIMEOUT_S = 300.0
 """Longest start of an engine: weights from a slow disk."""
@@ -113,9 +113,9 @@ class Deployment:
         """The process that fills a place now, `ROUTER_ID` included. Raises KeyError for an unknown place, StartupError for an empty one."""
         return {place.replica_id: place for place in (self._router, *self._engines)}[replica_id].live
 
-    def loads(self) -> list[ReplicaLoad]:
+    def loads(self) -> list[ReplicaView]:
         """What the router knows of every engine that has greeted it; a dead one knows of none."""
-        loads: list[ReplicaLoad] | None = self._ask_router("loads")
+        loads: list[ReplicaView] | None = self._ask_router("loads")
         return loads or []
 
     def watch(self, timeout_s: float = 0.25) -> None:

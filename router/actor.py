@@ -19,7 +19,7 @@ from router.config import RouterConfig
 from router.frontdoor import FrontDoor, Model
 from router.metrics import RouterCollector
 from router.metrics_server import MetricsServer
-from router.policy import Replica
+from router.policy import ReplicaView
 from router.router import Router
 from router.server import Server
 from router.tokenizer import load_tokenizer
@@ -105,7 +105,7 @@ class RouterActor:
     async def ready(self) -> bool:
         return self._core.ready
 
-    async def loads(self) -> list[Replica]:
+    async def loads(self) -> list[ReplicaView]:
         """What is known of every engine, its last status included."""
         return list(self._core.replicas())
 

@@ -66,7 +66,7 @@ class Limits:
         return max_tokens
 
 
-class WaitingLine:
+class AdmissionQueue:
     """Slots of accepted requests without an engine: lowest (priority, order) first; `returned` ones go before all of their priority."""
 
     def __init__(self, max_queue: int) -> None:

@@ -9,7 +9,7 @@ from protocol.log import label
 from protocol.messages import Address, Drain, Envelope, Hello, Message, PeerUp, ReplicaStatus, RouterStatus
 from router.admission import Limits
 from router.metrics_totals import ReplicaTotals
-from router.policy import Load, PlacementRequest, Replica
+from router.policy import AttemptLoad, PlacementRequest, ReplicaView
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ class Fleet:
         self._outbox = outbox
         self._timeout_s = replica_timeout_s
         self._started: dict[str, Address] = {}
-        self._replicas: dict[Address, Replica] = {}
+        self._replicas: dict[Address, ReplicaView] = {}
         self._past: dict[str, ReplicaTotals] = {}
         """By replica id, what its lives that are over have counted, as of the last status of each."""
         self.limits: Limits | None = None
@@ -30,7 +30,7 @@ class Fleet:
         self.max_prefill_tokens = 0
         """Longest prompt that a prefill engine ever seen computes."""
 
-    def __iter__(self) -> Iterator[Replica]:
+    def __iter__(self) -> Iterator[ReplicaView]:
         return iter(self._replicas.values())
 
     def knows(self, address: Address) -> bool:
@@ -40,7 +40,7 @@ class Fleet:
     def has_up(self, role: str) -> bool:
         return any(replica.hello.role == role and replica.state == "up" for replica in self)
 
-    def pool(self, role: str) -> list[Replica]:
+    def pool(self, role: str) -> list[ReplicaView]:
         return [replica for replica in self if replica.hello.role == role]
 
     def started(self, address: Address) -> Address | None:
@@ -69,7 +69,7 @@ class Fleet:
     def on_hello(self, envelope: Envelope) -> None:
         """An engine is up: decode engines learn of prefill engines, whichever comes first."""
         hello, address = cast(Hello, envelope.message), envelope.sender
-        self._replicas[address] = Replica(address, hello, self._clock())
+        self._replicas[address] = ReplicaView(address, hello, self._clock())
         log.info("replica up", extra={"peer": label(address), "num_blocks": hello.num_blocks})
         if hello.role == "prefill":
             self.max_prefill_tokens = max(self.max_prefill_tokens, hello.max_prompt_tokens)
@@ -114,7 +114,7 @@ class Fleet:
             log.info("replica drains", extra={"peer": label(address), "deadline_s": deadline_s})
             self._outbox.append((address, Drain(deadline_s=deadline_s)))
 
-    def load(self, address: Address, load: Load) -> None:
+    def load(self, address: Address, load: AttemptLoad) -> None:
         """An attempt was dispatched there."""
         replica = self._replicas[address]
         replica.in_flight += 1
@@ -123,7 +123,7 @@ class Fleet:
         replica.num_blocks += load.num_blocks
         replica.num_blocks_since_status += load.num_blocks
 
-    def unload(self, address: Address, load: Load) -> None:
+    def unload(self, address: Address, load: AttemptLoad) -> None:
         """It is over. No-op for a replica that is down: its counters went with it."""
         replica = self._replicas.get(address)
         if replica is not None:
@@ -132,10 +132,10 @@ class Fleet:
             replica.num_blocks -= load.num_blocks
             replica.num_blocks_since_status = max(0, replica.num_blocks_since_status - load.num_blocks)
 
-    def load_of(self, address: Address, ask: PlacementRequest) -> Load:
+    def load_of(self, address: Address, ask: PlacementRequest) -> AttemptLoad:
         """What an attempt weighs in this engine."""
         replica = self._replicas[address]
-        return Load(ask.num_uncached(replica) if replica.hello.role == "prefill" else 0, ask.num_blocks(replica))
+        return AttemptLoad(ask.num_uncached(replica) if replica.hello.role == "prefill" else 0, ask.num_blocks(replica))
 
     def send_status(self, router_epoch: int, seq: int, to: Address | None = None, *, returns: bool = True) -> None:
         """To one engine, or to all that were started. `returns`: what a decode engine returns may go to the prefill pool."""

@@ -27,7 +27,7 @@ from router.config import RouterConfig
 from router.detokenizer import Detokenizer
 from router.metrics_totals import DoorTotals, end_of
 from router.parse import Parsed, num_asked, parse_generate, parse_tokenize
-from router.policy import Replica
+from router.policy import ReplicaView
 from router.request import Delivered, Ended, Path
 from router.tokenizer import Tokenizer
 from router.tracing import CallTrace, Tracing, Untraced
@@ -54,7 +54,7 @@ class Core(Protocol):
     def ready(self) -> bool: ...
     @property
     def num_queued(self) -> int: ...
-    def replicas(self) -> Iterator[Replica]: ...
+    def replicas(self) -> Iterator[ReplicaView]: ...
     def submit(self, *requests: ClientRequest) -> None: ...
     def cancel(self, request_id: str) -> None: ...
     def stop(self, request_id: str) -> None: ...
@@ -404,7 +404,7 @@ class _Answer:
         return self._buffer.take()
 
 
-def _replica_load(replica: Replica, now: float) -> pb.ReplicaLoad:
+def _replica_load(replica: ReplicaView, now: float) -> pb.ReplicaLoad:
     hello, status = replica.hello, replica.status
     load = pb.ReplicaLoad(
         replica_id=replica.address.replica_id,

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from protocol.histogram import Distribution
 from router.frontdoor import FrontDoor
 from router.metrics_totals import ReplicaTotals
-from router.policy import Replica
+from router.policy import ReplicaView
 from router.router import Router
 
 PREFIX = "twopass_"
@@ -32,7 +32,7 @@ class Now(NamedTuple):
 
     core: Router
     door: FrontDoor
-    replicas: list[Replica]
+    replicas: list[ReplicaView]
     totals: dict[str, ReplicaTotals]
     """By replica id, over all its lives."""
 
@@ -78,7 +78,7 @@ def _distributions(key: str) -> Reader:
     return read
 
 
-def _replicas(value: Callable[[Replica], float]) -> Reader:
+def _replicas(value: Callable[[ReplicaView], float]) -> Reader:
     """A gauge of every engine that is there."""
     return lambda now: [((r.hello.role, r.address.replica_id), value(r)) for r in now.replicas]
 
@@ -169,14 +169,14 @@ METRICS = (
         lambda now: [((), now.door.totals.first_token.now)],
     ),
     Metric(
-        "inter_token_seconds",
+        "inter_token_latency_seconds",
         "histogram",
         "Between two tokens of an answer, as they reach the router; tokens of one step are 0 apart.",
         (),
         lambda now: [((), now.core.inter_token.now)],
     ),
     Metric(
-        "request_seconds",
+        "e2e_request_latency_seconds",
         "histogram",
         "From the arrival of a call to the end of an answer; those that ended with a finish reason.",
         (),
@@ -185,7 +185,7 @@ METRICS = (
     Metric(
         "request_stage_seconds",
         "histogram",
-        "Parts of request_seconds; they add up to it.",
+        "Parts of e2e_request_latency_seconds; they add up to it.",
         ("stage",),
         lambda now: [((stage,), histogram.now) for stage, histogram in now.door.totals.stages.items()],
     ),

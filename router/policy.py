@@ -16,7 +16,7 @@ STALE_STATUS_S = 3.0
 
 
 @dataclass(slots=True)
-class Replica:
+class ReplicaView:
     """One engine as the router sees it. What the router dispatched itself is always current; `status` is as old as `heard_at` says."""
 
     address: Address
@@ -83,23 +83,23 @@ class PlacementRequest(NamedTuple):
     hashes: Sequence[bytes]
     now: float
 
-    def num_blocks(self, replica: Replica) -> int:
+    def num_blocks(self, replica: ReplicaView) -> int:
         """Blocks it may come to hold in a decode engine."""
         return -(-(self.num_tokens + self.max_tokens - 1) // replica.hello.block_size)
 
-    def num_uncached(self, replica: Replica) -> int:
+    def num_uncached(self, replica: ReplicaView) -> int:
         """Tokens whose KV this engine does not have; at least the last one is always computed."""
         return max(1, self.num_tokens - replica.num_cached(self.hashes) * replica.hello.block_size)
 
 
-class Load(NamedTuple):
+class AttemptLoad(NamedTuple):
     """What one attempt in flight weighs in one engine, from dispatch to its end."""
 
     num_prompt_tokens: int
     num_blocks: int
 
 
-NO_LOAD = Load(0, 0)
+NO_LOAD = AttemptLoad(0, 0)
 
 
 class Route(NamedTuple):
@@ -107,19 +107,19 @@ class Route(NamedTuple):
     decode: Address
 
 
-Choose = Callable[[Sequence[Replica], PlacementRequest], Replica]
+Choose = Callable[[Sequence[ReplicaView], PlacementRequest], ReplicaView]
 """Takes one of at least one candidate of the same pool."""
 
 
-def round_robin(candidates: Sequence[Replica], ask: PlacementRequest) -> Replica:
+def round_robin(candidates: Sequence[ReplicaView], ask: PlacementRequest) -> ReplicaView:
     """Everybody in turn: who was given the fewest so far."""
     return min(candidates, key=lambda r: (r.num_dispatched, r.address))
 
 
-def least_loaded(candidates: Sequence[Replica], ask: PlacementRequest) -> Replica:
+def least_loaded(candidates: Sequence[ReplicaView], ask: PlacementRequest) -> ReplicaView:
     """Prefill: fewest uncached prompt tokens waiting and running. Decode: smallest share of its KV blocks in use."""
 
-    def load(replica: Replica) -> float:
+    def load(replica: ReplicaView) -> float:
         if replica.hello.role == "prefill":
             return replica.num_prompt_tokens
         return replica.num_used_blocks(ask.now) / replica.hello.num_blocks
@@ -127,10 +127,10 @@ def least_loaded(candidates: Sequence[Replica], ask: PlacementRequest) -> Replic
     return min(candidates, key=lambda r: (load(r), r.in_flight, r.address))
 
 
-def prefix_aware(candidates: Sequence[Replica], ask: PlacementRequest) -> Replica:
+def prefix_aware(candidates: Sequence[ReplicaView], ask: PlacementRequest) -> ReplicaView:
     """As `least_loaded`, with this request's own cost added: a cached prefix weighs as much as the work or room it saves."""
 
-    def cost(replica: Replica) -> float:
+    def cost(replica: ReplicaView) -> float:
         if replica.hello.role == "prefill":
             return replica.num_prompt_tokens + ask.num_uncached(replica)
         num_new = ask.num_blocks(replica) - replica.num_cached(ask.hashes)
@@ -157,8 +157,8 @@ Disaggregation = Literal["auto", "strict", "off"]
 
 def pick(
     choose: Choose,
-    prefill: Sequence[Replica],
-    decode: Sequence[Replica],
+    prefill: Sequence[ReplicaView],
+    decode: Sequence[ReplicaView],
     ask: PlacementRequest,
     *,
     disaggregation: Disaggregation,
@@ -181,7 +181,7 @@ def pick(
 
 
 def too_large_for_all(
-    prefill: Sequence[Replica], decode: Sequence[Replica], ask: PlacementRequest, *, disaggregation: Disaggregation
+    prefill: Sequence[ReplicaView], decode: Sequence[ReplicaView], ask: PlacementRequest, *, disaggregation: Disaggregation
 ) -> bool:
     """Whether engines are up, and none of them could ever serve this: it waits for one that is away."""
     up_decode = [r for r in decode if r.state == "up"]
@@ -195,7 +195,9 @@ def too_large_for_all(
     return disaggregation == "off" or not _able(prefill, ask)
 
 
-def num_places(prefill: Sequence[Replica], decode: Sequence[Replica], ask: PlacementRequest, *, disaggregation: Disaggregation) -> int:
+def num_places(
+    prefill: Sequence[ReplicaView], decode: Sequence[ReplicaView], ask: PlacementRequest, *, disaggregation: Disaggregation
+) -> int:
     """How many such requests `pick` places one after the other, at least: more where some need no prefill engine."""
     num_decode = sum(r.num_places for r in decode if r.holds(ask))
     able = _able(prefill, ask)
@@ -204,5 +206,5 @@ def num_places(prefill: Sequence[Replica], decode: Sequence[Replica], ask: Place
     return min(num_decode, sum(r.num_places for r in able))
 
 
-def _able(prefill: Sequence[Replica], ask: PlacementRequest) -> list[Replica]:
+def _able(prefill: Sequence[ReplicaView], ask: PlacementRequest) -> list[ReplicaView]:
     return [r for r in prefill if r.state == "up" and r.takes(ask)]

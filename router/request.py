@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 from protocol.errors import RequestError
 from protocol.messages import Address, FinishReason, RequestKey, TokenLogprobs
 from router.admission import ClientRequest
-from router.policy import NO_LOAD, Load
+from router.policy import NO_LOAD, AttemptLoad
 
 Path = Literal["disaggregated", "prefill_only", "colocated"]
 """Where an attempt really ran."""
@@ -71,8 +71,8 @@ class ActiveRequest:
     prefill: Address | None = None
     """None when decode serves alone, or has taken over from an engine that died."""
     decode: Address | None = None
-    prefill_load: Load = NO_LOAD
-    decode_load: Load = NO_LOAD
+    prefill_load: AttemptLoad = NO_LOAD
+    decode_load: AttemptLoad = NO_LOAD
     """As booked at dispatch, so that the same is taken off at the end."""
     split: bool = False
     """This attempt was given to a prefill engine too."""

@@ -38,12 +38,12 @@ from protocol.messages import (
     TokenLogprobs,
 )
 from protocol.timers import Timers
-from router.admission import ClientRequest, Limits, WaitingLine
+from router.admission import AdmissionQueue, ClientRequest, Limits
 from router.config import RouterConfig
 from router.fleet import Fleet
 from router.lockstep import Lockstep
 from router.metrics_totals import ReplicaTotals
-from router.policy import POLICIES, PlacementRequest, Replica, Route, num_places, pick, too_large_for_all
+from router.policy import POLICIES, PlacementRequest, ReplicaView, Route, num_places, pick, too_large_for_all
 from router.request import ActiveRequest, Delivered, Ended, Usage
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Router:
         self._fleet = Fleet(clock, self.outbox, replica_timeout_s=config.replica_timeout_s)
         self._open: dict[int, ActiveRequest] = {}
         self._slots: dict[str, int] = {}
-        self._line = WaitingLine(config.max_queue)
+        self._line = AdmissionQueue(config.max_queue)
         self._timers: Timers[int] = Timers()
         self._num_slots = 0
         self._status_at = clock()
@@ -284,7 +284,7 @@ class Router:
     def max_model_len(self) -> int:
         return self._fleet.limits.max_model_len if self._fleet.limits else 0
 
-    def replicas(self) -> Iterator[Replica]:
+    def replicas(self) -> Iterator[ReplicaView]:
         """Every engine that has said hello and is not down."""
         return iter(self._fleet)
 

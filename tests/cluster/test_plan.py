@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from cluster.config import ClusterConfig, load
-from cluster.plan import GIB, Load, Plan, PoolPlan, Rates, plan
+from cluster.plan import GIB, Plan, PoolPlan, Rates, Workload, plan
 from cluster.plan_table import table
 from protocol.errors import ConfigError
 from tests.cluster.test_cli import run
@@ -20,7 +20,7 @@ ROOMY = "decode.num_blocks=1000001"
 
 
 def planned(config: ClusterConfig, prompt: int, output: int, running: int, **given: object) -> Plan:
-    return plan(config, Load(prompt_tokens=prompt, output_tokens=output, num_running=running), **given)  # type: ignore[arg-type]
+    return plan(config, Workload(prompt_tokens=prompt, output_tokens=output, num_running=running), **given)  # type: ignore[arg-type]
 
 
 def colocated(prompt: int, output: int, running: int, *overrides: str) -> PoolPlan:

@@ -56,9 +56,9 @@ FIRING: dict[str, dict[str, str]] = {
         'twopass_time_to_first_token_seconds_bucket{model_name="m", le="+Inf"}': "0+10x60",
     },
     "TwopassSlowTokens": {
-        'twopass_inter_token_seconds_bucket{model_name="m", le="0.5"}': "0+9x60",
-        'twopass_inter_token_seconds_bucket{model_name="m", le="0.75"}': "0+10x60",
-        'twopass_inter_token_seconds_bucket{model_name="m", le="+Inf"}': "0+10x60",
+        'twopass_inter_token_latency_seconds_bucket{model_name="m", le="0.5"}': "0+9x60",
+        'twopass_inter_token_latency_seconds_bucket{model_name="m", le="0.75"}': "0+10x60",
+        'twopass_inter_token_latency_seconds_bucket{model_name="m", le="+Inf"}': "0+10x60",
     },
 }
 """Per alert, series (one value every 15 s, in promtool's notation) under which it fires after 12 minutes."""
@@ -147,7 +147,7 @@ def test_the_dashboard_shows_what_an_operator_looks_for() -> None:
     shown = " ".join(expression for _, expression in dashboard_expressions())
     for name in ("requests_waiting", "queue_oldest_seconds", "preemptions", "thrash_ratio", "step_tokens", "kv_blocks"):
         assert name in shown, name
-    for name in ("transfer_bytes", "leases_ended", "time_to_first_token_seconds", "inter_token_seconds", "request_stage_seconds"):
+    for name in ("transfer_bytes", "leases_ended", "time_to_first_token_seconds", "inter_token_latency_seconds", "request_stage_seconds"):
         assert name in shown, name
 
 

@@ -103,8 +103,8 @@ def test_every_number_equals_what_was_sent(deployment: Deployment, client: Clien
     assert got("delivered_tokens_total") == got("generated_tokens_total") == times * num_tokens + 1
     assert got("requests_by_path_total", path="disaggregated" if split else "colocated") == (times if split else times + 1)
     assert got("requests_by_path_total", path="prefill_only") == (1 if split else 0)
-    assert got("time_to_first_token_seconds_count") == got("request_seconds_count") == times + 1
-    assert got("inter_token_seconds_count") == times * (num_tokens - 1)
+    assert got("time_to_first_token_seconds_count") == got("e2e_request_latency_seconds_count") == times + 1
+    assert got("inter_token_latency_seconds_count") == times * (num_tokens - 1)
 
     num_hit = (times - 1) * 96  # six of seven blocks are whole
     computing = "prefill" if split else "decode"
@@ -126,7 +126,7 @@ def test_every_number_equals_what_was_sent(deployment: Deployment, client: Clien
     for name in ("preemptions", "recomputed_tokens", "request_retries", "transfer_failures", "transfer_expiries", "padding_tokens"):
         assert got(f"{name}_total") == 0, name
 
-    assert got("request_stage_seconds_sum") == pytest.approx(got("request_seconds_sum"), rel=0.05)
+    assert got("request_stage_seconds_sum") == pytest.approx(got("e2e_request_latency_seconds_sum"), rel=0.05)
     assert got("queue_oldest_seconds") == got("requests_running") == got("requests_in_flight") == 0
 
 
@@ -145,7 +145,7 @@ def test_what_is_counted_is_what_clients_were_told_and_a_request_is_one_answer(d
     assert got("requests_accepted_total") == got("requests_ended_total") == got("requests_by_path_total") == 4
     assert (got("requests_ended_total", reason="stop"), got("requests_ended_total", reason="length")) == (1, 3)
     assert got("requests_rejected_total", reason="invalid") == got("requests_rejected_total") == 3
-    assert got("request_seconds_count") == got("time_to_first_token_seconds_count") == 4
+    assert got("e2e_request_latency_seconds_count") == got("time_to_first_token_seconds_count") == 4
 
 
 def test_two_answers_too_long_for_the_pool_preempt_once(deployment: Deployment, client: Client) -> None:
@@ -169,10 +169,10 @@ def test_two_answers_too_long_for_the_pool_preempt_once(deployment: Deployment, 
     num_computed = 2 * (NUM_LONG - 1) + got("recomputed_tokens_total") + (0 if split else num_prompt)
     assert got("step_tokens_sum", pool="decode") == num_computed
     assert got("delivered_tokens_total") == got("generated_tokens_total") == 2 * NUM_LONG
-    assert got("inter_token_seconds_count") == 2 * (NUM_LONG - 1)
+    assert got("inter_token_latency_seconds_count") == 2 * (NUM_LONG - 1)
     seconds = sum(seconds for _, seconds in answers)
-    assert got("request_stage_seconds_sum") == pytest.approx(got("request_seconds_sum"), rel=0.05)
-    assert got("request_seconds_sum") <= seconds
+    assert got("request_stage_seconds_sum") == pytest.approx(got("e2e_request_latency_seconds_sum"), rel=0.05)
+    assert got("e2e_request_latency_seconds_sum") <= seconds
 
 
 def test_prometheus_finds_a_series_for_every_expression(deployment: Deployment, client: Client, tmp_path: Path) -> None:

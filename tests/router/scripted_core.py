@@ -11,7 +11,7 @@ from protocol.messages import Address, Envelope, FinishReason, Message, TokenLog
 from router.admission import ClientRequest
 from router.config import RouterConfig
 from router.frontdoor import Core, FrontDoor, Model
-from router.policy import Replica
+from router.policy import ReplicaView
 from router.request import Delivered, Ended, Usage
 from router.server import Server
 from router.tokenizer import NumberTokenizer, Tokenizer
@@ -30,7 +30,7 @@ class ScriptedCore:
         self.max_model_len = 10_000
         self.ready = True
         self.num_queued = 0
-        self.engines: list[Replica] = []
+        self.engines: list[ReplicaView] = []
         self.calls: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
         self.cancelled: list[str] = []
         self.tick_error: Exception | None = None
@@ -51,7 +51,7 @@ class ScriptedCore:
         self.calls.put_nowait(("stop", request_id))
         self.end(request_id, "stop")
 
-    def replicas(self) -> Iterator[Replica]:
+    def replicas(self) -> Iterator[ReplicaView]:
         return iter(self.engines)
 
     def handle(self, envelope: Envelope) -> None:

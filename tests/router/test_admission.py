@@ -3,7 +3,7 @@ import pytest
 
 from protocol.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from protocol.messages import SamplingParams
-from router.admission import ClientRequest, Limits, WaitingLine
+from router.admission import AdmissionQueue, ClientRequest, Limits
 
 LIMITS = Limits(max_model_len=100, num_pool_tokens=60, max_prompt_tokens=60)
 
@@ -47,7 +47,7 @@ def test_a_deadline_that_has_passed_is_refused() -> None:
 
 
 def test_the_line_is_ordered_by_priority_then_arrival_with_returned_ones_in_front() -> None:
-    line = WaitingLine(max_queue=10)
+    line = AdmissionQueue(max_queue=10)
     for slot, priority in enumerate([1, 0, 1, 0]):
         line.push(slot, priority)
     line.push(9, 1, front=True)
@@ -59,7 +59,7 @@ def test_the_line_is_ordered_by_priority_then_arrival_with_returned_ones_in_fron
 
 
 def test_a_full_line_is_overloaded_but_takes_returned_requests() -> None:
-    line = WaitingLine(max_queue=2)
+    line = AdmissionQueue(max_queue=2)
     line.push(1, 0)
     line.push(2, 0)
     with pytest.raises(Overloaded, match="max_queue is 2") as caught:
@@ -73,7 +73,7 @@ def test_a_full_line_is_overloaded_but_takes_returned_requests() -> None:
 
 
 def test_several_find_room_together_or_not_at_all_and_overtake_nobody() -> None:
-    line = WaitingLine(max_queue=4)
+    line = AdmissionQueue(max_queue=4)
     line.check_room(14, 10)
     with pytest.raises(Overloaded, match="15 answers are asked for, 10 find a place at once, 0 requests are waiting, max_queue is 4"):
         line.check_room(15, 10)

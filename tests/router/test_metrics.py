@@ -128,10 +128,10 @@ def test_the_life_of_a_request_is_counted_once() -> None:
     assert (world.value("delivered_tokens_total"), world.value("repeated_tokens_total")) == (4, 1)
     assert world.value("requests_ended_total", reason="length") == 1
     assert world.value("requests_by_path_total", path="disaggregated") == 1
-    assert world.value("inter_token_seconds_count") == 3
-    assert world.value("inter_token_seconds_sum") == pytest.approx(0.5)
-    assert world.value("inter_token_seconds_bucket", le="0.001") == 1  # two tokens of one step
-    assert world.value("inter_token_seconds_bucket", le="0.2") == 2
+    assert world.value("inter_token_latency_seconds_count") == 3
+    assert world.value("inter_token_latency_seconds_sum") == pytest.approx(0.5)
+    assert world.value("inter_token_latency_seconds_bucket", le="0.001") == 1  # two tokens of one step
+    assert world.value("inter_token_latency_seconds_bucket", le="0.2") == 2
 
 
 @pytest.mark.parametrize(("prefill", "sender", "path"), [(True, P, "prefill_only"), (False, D, "colocated")])
@@ -152,7 +152,7 @@ def test_a_retry_counts_as_one_and_its_gap_as_the_client_saw_it() -> None:
     world.answer(lambda: world.tokens(D, 0, [40]), lambda: world.tokens(D, 0, [], ("failed", None, "broken")), comes_again)
     assert world.value("request_retries_total") == 1
     assert world.value("requests_ended_total", reason="stop") == 1
-    assert (world.value("inter_token_seconds_count"), world.value("inter_token_seconds_sum")) == (1, 2.0)
+    assert (world.value("inter_token_latency_seconds_count"), world.value("inter_token_latency_seconds_sum")) == (1, 2.0)
 
 
 def test_the_queue_has_a_length_and_an_age() -> None:
@@ -284,7 +284,7 @@ def test_stages_add_up_to_the_whole() -> None:
 
     asyncio.run(asyncio.wait_for(main(), HANG_S))
     assert (world.value("time_to_first_token_seconds_count"), world.value("time_to_first_token_seconds_sum")) == (1, 1.0)
-    assert (world.value("request_seconds_count"), world.value("request_seconds_sum")) == (1, 3.0)
+    assert (world.value("e2e_request_latency_seconds_count"), world.value("e2e_request_latency_seconds_sum")) == (1, 3.0)
     stages = {
         dict(labels)["stage"]: value for (name, labels), value in world.samples().items() if name == PREFIX + "request_stage_seconds_sum"
     }

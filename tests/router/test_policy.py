@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from protocol.messages import Address, Hello, ReplicaStatus
-from router.policy import POLICIES, STALE_STATUS_S, PlacementRequest, Replica, Route, least_loaded, pick, prefix_aware, round_robin
+from router.policy import POLICIES, STALE_STATUS_S, PlacementRequest, ReplicaView, Route, least_loaded, pick, prefix_aware, round_robin
 
 NOW = 100.0
 CHAIN = [bytes([i]) * 16 for i in range(4)]
@@ -20,7 +20,7 @@ def replica(
     num_blocks: int = 101,
     max_model_len: int = 400,
     **fields: Any,
-) -> Replica:
+) -> ReplicaView:
     hello = Hello(
         role=role,
         layout_fingerprint=b"l",
@@ -31,7 +31,7 @@ def replica(
         max_prompt_tokens=fields.pop("max_prompt_tokens", min(max_model_len - 1, 4 * (num_blocks - 1))),
         endpoint=b"",
     )
-    made = Replica(Address(name, 1), hello, NOW - age)
+    made = ReplicaView(Address(name, 1), hello, NOW - age)
     if free is not None:
         made.status = ReplicaStatus(
             state="up", seq=1, num_waiting=0, num_running=0, num_leases=0, num_pulls=0, num_early_handoffs=0, num_free_blocks=free
@@ -68,7 +68,7 @@ def test_round_robin_takes_who_was_given_the_fewest(given: tuple[int, int, int],
         ([replica("a", free=99, age=STALE_STATUS_S + 1), replica("b", free=90)][::-1], "a"),
     ],
 )
-def test_least_loaded(pool: list[Replica], chosen: str) -> None:
+def test_least_loaded(pool: list[ReplicaView], chosen: str) -> None:
     assert least_loaded(pool, ask()).address.replica_id == chosen
 
 
@@ -93,7 +93,7 @@ def test_a_stale_status_is_replaced_by_what_the_router_has_in_flight() -> None:
         ([replica("a", free=50, hashes=set(CHAIN)), replica("b", free=60)], "b"),
     ],
 )
-def test_prefix_aware_weighs_hits_against_load(pool: list[Replica], chosen: str) -> None:
+def test_prefix_aware_weighs_hits_against_load(pool: list[ReplicaView], chosen: str) -> None:
     assert prefix_aware(pool, ask()).address.replica_id == chosen
 
 
@@ -102,7 +102,7 @@ def test_at_least_one_token_is_always_computed() -> None:
 
 
 def choose(
-    prefill: list[Replica], decode: list[Replica], *, disaggregation: Any = "auto", minimum: int = 0, tokens: int = 17
+    prefill: list[ReplicaView], decode: list[ReplicaView], *, disaggregation: Any = "auto", minimum: int = 0, tokens: int = 17
 ) -> Route | None:
     return pick(least_loaded, prefill, decode, ask(tokens), disaggregation=disaggregation, min_disaggregated_tokens=minimum)
 
@@ -133,7 +133,7 @@ P, D = Address("p", 1), Address("d", 1)
         ([replica("p", "prefill")], [replica("d", hashes=set(CHAIN))], {"minimum": 17}, Route(None, D)),
     ],
 )
-def test_pick(prefill: list[Replica], decode: list[Replica], options: dict[str, Any], chosen: Route | None) -> None:
+def test_pick(prefill: list[ReplicaView], decode: list[ReplicaView], options: dict[str, Any], chosen: Route | None) -> None:
     assert choose(prefill, decode, **options) == chosen
 
 

@@ -29,7 +29,7 @@ from protocol.errors import (
 from protocol.messages import ROUTER_ID, Address, Envelope, Hello, Int32, PeerGap, ReplicaStatus, RouterStatus, TokenLogprobs
 from router.admission import ClientRequest
 from router.config import RouterConfig
-from router.policy import Replica
+from router.policy import ReplicaView
 from router.router import Router
 from router.server import HARD_LIMIT_FACTOR, SERVICE
 from router.tokenizer import NumberTokenizer
@@ -357,8 +357,8 @@ def test_server_info_and_loads() -> None:
         last_trays=({"a": 5, "b": 1},),
     )
     core.engines = [
-        Replica(Address("decode-0", 7), hello, time.monotonic() - 2.0, "up", 3, status=status),
-        Replica(Address("decode-1", 8), hello, time.monotonic(), "suspected"),
+        ReplicaView(Address("decode-0", 7), hello, time.monotonic() - 2.0, "up", 3, status=status),
+        ReplicaView(Address("decode-1", 8), hello, time.monotonic(), "suspected"),
     ]
     core.num_queued = 5
 

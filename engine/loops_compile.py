@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 __all__ = ["COMPILED", "compiled_loop", "one_compiles"]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 try:
     from engine.kernel_cache import compiled_loop, one_compiles
@@ -13,9 +15,9 @@ try:
 except ImportError:  # numba is absent
     COMPILED = False
 
-    def compiled_loop(function: Callable[..., Any]) -> Any:
-        return function
+    def compiled_loop(sources: tuple[str, ...]) -> Callable[[F], F]:
+        return lambda function: function
 
     @contextmanager
-    def one_compiles(py_file: str) -> Iterator[None]:
+    def one_compiles(sources: tuple[str, ...]) -> Iterator[None]:
         yield

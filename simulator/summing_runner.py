@@ -7,15 +7,18 @@ import numpy.typing as npt
 
 from engine.loops_compile import compiled_loop, one_compiles
 from engine.runner import Batch, StepOutput
+from engine.runners import arithmetic_model
 from engine.runners.arithmetic import ArithmeticRunner
 from engine.runners.arithmetic_model import MULTIPLIER, PRIME, VOCAB_SIZE
+
+SOURCES = (__file__, arithmetic_model.__file__)
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
 
 
-@compiled_loop
+@compiled_loop(SOURCES)
 def sum_up(
     rows: Int32, num_computed: Int32, num_scheduled: Int32, sample: Bool, token_ids: Int32, sums: Int64, num_summed: Int64, targets: Int32
 ) -> None:
@@ -37,7 +40,7 @@ def sum_up(
 def compile_all() -> None:
     """Calls the loop once, with nothing to do."""
     line, plane, sums = np.zeros(0, np.int32), np.zeros((0, 0), np.int32), np.zeros(0, np.int64)
-    with one_compiles(__file__):
+    with one_compiles(SOURCES):
         sum_up(line, line, line, np.zeros(0, np.bool_), plane, sums, sums, plane)
 
 
@@ -57,5 +60,6 @@ class SummingRunner(ArithmeticRunner):
         if not self._state.size:
             self._state = np.zeros((2, len(batch.token_ids)), np.int64)
         targets = np.empty((len(batch.rows), 1), np.int32)
-        sum_up(batch.rows, batch.num_computed, batch.num_scheduled, batch.sample, batch.token_ids, *self._state, targets)
+        sums, num_summed = self._state
+        sum_up(batch.rows, batch.num_computed, batch.num_scheduled, batch.sample, batch.token_ids, sums, num_summed, targets)
         return StepOutput(token_ids=targets, counts=batch.sample.astype(np.int32))

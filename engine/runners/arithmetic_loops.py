@@ -6,7 +6,10 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.loops_compile import compiled_loop, one_compiles
+from engine.runners import arithmetic_model
 from engine.runners.arithmetic_model import MULTIPLIER, PRIME
+
+SOURCES = (__file__, arithmetic_model.__file__)
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -15,7 +18,7 @@ Int = Any
 """A Python int, or a number out of an array."""
 
 
-@compiled_loop
+@compiled_loop(SOURCES)
 def write(
     cache: Int64, rows: Int32, num_computed: Int32, num_scheduled: Int32, pending: Bool, last: Int32, token_ids: Int32, tables: Int32
 ) -> None:
@@ -28,7 +31,7 @@ def write(
             cache[tables[row, position // block_size], position % block_size] = (token_id + 1) * (position + 1)
 
 
-@compiled_loop
+@compiled_loop(SOURCES)
 def sample(
     cache: Int64,
     rows: Int32,
@@ -68,7 +71,7 @@ def compile_all() -> None:
     """Calls every loop once, with nothing to do: for a cache that is contiguous, and for one that is not."""
     line, plane, flags, seeds = np.zeros(0, np.int32), np.zeros((0, 0), np.int32), np.zeros(0, np.bool_), np.zeros(0, np.int64)
     caches = np.zeros((2, 2), np.int64), np.zeros((2, 2, 2), np.int64)[:, :, 0]
-    with one_compiles(__file__):
+    with one_compiles(SOURCES):
         for cache in caches:
             write(cache, line, line, line, flags, line, plane, plane)
             sample(cache, line, line, line, flags, seeds, line, line, plane, plane, 1, plane, line)

@@ -19,7 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.loops_compile import compiled_loop, one_compiles
+from protocol import block_hash
 from protocol.block_hash import HASH_WORDS
+
+SOURCES = (__file__, block_hash.__file__)
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -57,7 +60,7 @@ REMOVED = 1
 # ---- one block
 
 
-@compiled_loop
+@compiled_loop(SOURCES)
 def _unlink(blocks: Int32, counts: Int64, block: Int) -> None:
     """Takes a block out of the ring of cached ones."""
     before, after = blocks[block, PREVIOUS], blocks[block, NEXT]
@@ -66,14 +69,14 @@ def _unlink(blocks: Int32, counts: Int64, block: Int) -> None:
     counts[NUM_CACHED] -= 1
 
 
-@compiled_loop
+@compiled_loop(SOURCES)
 def _push_blank(blocks: Int32, counts: Int64, block: Int) -> None:
     blocks[block, NEXT] = counts[BLANK]
     counts[BLANK] = block
     counts[NUM_BLANK] += 1
 
 
-@compiled_loop
+@compiled_loop(SOURCES)
 def _make_free(blocks: Int32, counts: Int64, block: Int) -> None:
     """A block that nobody owns or uses becomes the last of the cached ones, or the first of the blank ones."""
     if blocks[block, TWIN] == UNNAMED:
@@ -86,7 +89,7 @@ def _make_free(blocks: Int32, counts: Int64, block: Int) -> None:
     counts[NUM_CACHED] += 1
 
 
-@compiled_loop
+@compiled_loop(SOURCES)
 def _note(blocks: Int32, counts: Int64, log: Int32, which: Int, block: Int) -> None:
     """Logs the hash of a block."""
     at = counts[NUM_ADDED + which] % log.shape[1]
@@ -95,13 +98,13 @@ def _note(blocks: Int32, counts: Int64, log: Int32, which: Int, block: Int) -> N
     counts[NUM_ADDED + which] += 1
 
 
-@compiled_loop
+@compiled_loop(SOURCES)
 def _write_hash(blocks: Int32, block: Int, hashes: Int32, i: Int) -> None:
     for word in range(HASH_WORDS):
         blocks[block, HASH + word] = hashes[i, word]
 
 
-@compiled_loop
+@compiled_loop(SOURCES)
 def _slot(blocks: Int32, index: Int32, block: Int) -> Int:
     """Where in `index` the hash of a block is, or would go."""
     mask, first = len(index) - 1, blocks[block, HASH]
@@ -117,7 +120,7 @@ def _slot(blocks: Int32, index: Int32, block: Int) -> Int:
     return slot
 
 
-@compiled_loop
+@compiled_loop(SOURCES)
 def _empty_slot(index: Int32, slot: Int) -> None:
     """Empties a slot. What lies behind it, up to the next empty one, moves up as far as its own hash allows."""
     mask = len(index) - 1
@@ -131,7 +134,7 @@ def _empty_slot(index: Int32, slot: Int) -> None:
     index[hole, 0] = 0
 
 
-@compiled_loop
+@compiled_loop(SOURCES)
 def name_block(blocks: Int32, index: Int32, counts: Int64, log: Int32, block: Int, hashes: Int32, i: Int) -> None:
     """Makes a block findable by `hashes[i]`. No-op if it has a hash already."""
     if blocks[block, TWIN] != UNNAMED:
@@ -149,7 +152,7 @@ def name_block(blocks: Int32, index: Int32, counts: Int64, log: Int32, block: In
     blocks[older, TWIN] = block
 
 
-@compiled_loop
+@compiled_loop(SOURCES)
 def _unname(blocks: Int32, index: Int32, counts: Int64, log: Int32, block: Int) -> None:
     """Makes a block unfindable; the next older one with its hash is found instead."""
     slot, twin = _slot(blocks, index, block), blocks[block, TWIN]
@@ -166,7 +169,7 @@ def _unname(blocks: Int32, index: Int32, counts: Int64, log: Int32, block: Int) 
         _note(blocks, counts, log, REMOVED, block)
 
 
-@compiled_loop
+@compiled_loop(SOURCES)
 def pop(blocks: Int32, index: Int32, counts: Int64, log: Int32) -> Int:
     """Takes a free block, blank or else freed first, with one reference."""
     if counts[NUM_BLANK]:
@@ -184,7 +187,7 @@ def pop(blocks: Int32, index: Int32, counts: Int64, log: Int32) -> Int:
 # ---- many blocks
 
 
-@compiled_loop
+@compiled_loop(SOURCES)
 def count_free(blocks: Int32, among: Int32) -> Int:
     """How many of `among` are free."""
     count = 0
@@ -194,7 +197,7 @@ def count_free(blocks: Int32, among: Int32) -> Int:
     return count
 
 
-@compiled_loop
+@compiled_loop(SOURCES)
 def take(blocks: Int32, index: Int32, counts: Int64, log: Int32, taken: Int32, num_found: Int, room: Int) -> Int:
     """One more reference to each of the first `num_found` of `taken`; free blocks fill the rest of it. Returns 1; 0, changing nothing, if
     there were not enough for `room` blocks, those found included."""
@@ -212,7 +215,7 @@ def take(blocks: Int32, index: Int32, counts: Int64, log: Int32, taken: Int32, n
     return 1
 
 
-@compiled_loop
+@compiled_loop(SOURCES)
 def release(blocks: Int32, counts: Int64, given: Int32, serial: Int, kept: Int32) -> Int:
     """One reference less to each of `given`, from the last to the first. Those left without one are free, or with a `serial` (> 0) kept
     back under it and written to `kept` (as long as `given`). Returns how many were; -1 - i, changing nothing, if nobody owns given[i]."""
@@ -234,7 +237,7 @@ def release(blocks: Int32, counts: Int64, given: Int32, serial: Int, kept: Int32
     return num_kept
 
 
-@compiled_loop
+@compiled_loop(SOURCES)
 def free_kept(blocks: Int32, counts: Int64, kept: Int32, serial: Int) -> None:
     """Frees those of `kept` that still wait under this serial number."""
     for block in kept:
@@ -244,7 +247,7 @@ def free_kept(blocks: Int32, counts: Int64, kept: Int32, serial: Int) -> None:
             _make_free(blocks, counts, block)
 
 
-@compiled_loop
+@compiled_loop(SOURCES)
 def find(blocks: Int32, index: Int32, wanted: Int32, found: Int32) -> Int:
     """Writes the blocks that hold a chain of hashes [n, 4] to `found` [n], up to the first that none holds. Returns their number."""
     for i in range(len(wanted)):
@@ -255,14 +258,14 @@ def find(blocks: Int32, index: Int32, wanted: Int32, found: Int32) -> Int:
     return len(wanted)
 
 
-@compiled_loop
+@compiled_loop(SOURCES)
 def name(blocks: Int32, index: Int32, counts: Int64, log: Int32, named: Int32, names: Int32) -> None:
     """Makes blocks findable, each by its hash; those that have one keep it."""
     for i in range(len(named)):
         name_block(blocks, index, counts, log, named[i], names, i)
 
 
-@compiled_loop
+@compiled_loop(SOURCES)
 def forget(blocks: Int32, index: Int32, counts: Int64, log: Int32, forgotten: Int32) -> None:
     """Makes blocks unfindable; those that are stay so."""
     for block in forgotten:
@@ -279,7 +282,7 @@ def compile_all() -> None:
     line, plane, space = (np.zeros((0,) * num_axes, np.int32) for num_axes in (1, 2, 3))
     counts = np.zeros(NUM_COUNTS, np.int64)
     arrays = plane, plane, counts, space
-    with one_compiles(__file__):
+    with one_compiles(SOURCES):
         take(*arrays, line, 0, 0)
         release(plane, counts, line, 0, line)
         free_kept(plane, counts, line, 0)

@@ -10,7 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.loops_compile import COMPILED, compiled_loop
-from protocol.block_hash import HASH_BYTES, HASH_WORDS, block_hash
+from protocol import block_hash
+from protocol.block_hash import HASH_BYTES, HASH_WORDS
+
+SOURCES = (__file__, block_hash.__file__)
 
 Int32 = npt.NDArray[np.int32]
 Uint64 = npt.NDArray[np.uint64]
@@ -56,13 +59,13 @@ _HIGH = np.uint64(32)
 _LOW = np.uint64(0xFFFFFFFF)
 
 
-@compiled_loop
+@compiled_loop(SOURCES)
 def _rotated(word: Any, num_bits: Any) -> Any:
     """To the right."""
     return word >> np.uint64(num_bits) | word << np.uint64(64 - num_bits)
 
 
-@compiled_loop
+@compiled_loop(SOURCES)
 def _mix(words: Uint64, a: Int, b: Int, c: Int, d: Int, x: Int, y: Int) -> None:
     """RFC 7693, 3.1. `x`, `y`: which words of the message."""
     at_a, at_b, at_c, at_d = words[ROUNDS + a], words[ROUNDS + b], words[ROUNDS + c], words[ROUNDS + d]
@@ -77,7 +80,7 @@ def _mix(words: Uint64, a: Int, b: Int, c: Int, d: Int, x: Int, y: Int) -> None:
     words[ROUNDS + a], words[ROUNDS + b], words[ROUNDS + c], words[ROUNDS + d] = at_a, at_b, at_c, at_d
 
 
-@compiled_loop
+@compiled_loop(SOURCES)
 def _compress(words: Uint64, num_bytes: Int, last: Int) -> None:
     """RFC 7693, 3.2: takes the message into the state. `num_bytes`: of it so far; `last`: whether it ends here."""
     for i in range(8):
@@ -96,7 +99,7 @@ def _compress(words: Uint64, num_bytes: Int, last: Int) -> None:
         words[STATE + i] ^= words[ROUNDS + i] ^ words[ROUNDS + 8 + i]
 
 
-@compiled_loop
+@compiled_loop(SOURCES)
 def _by_loop(parent: Int32, tokens: Int32, hashed: Int32, words: Uint64) -> None:
     """Writes the hash of a block (int32 [4]) to `hashed`. `words` [NUM_WORDS]: space to work in."""
     for i in range(8):
@@ -117,7 +120,7 @@ def _by_loop(parent: Int32, tokens: Int32, hashed: Int32, words: Uint64) -> None
 
 
 def _by_hashlib(parent: Int32, tokens: Int32, hashed: Int32, words: Uint64) -> None:
-    hashed[:] = np.frombuffer(block_hash(parent.tobytes(), tokens.tobytes()), np.int32)
+    hashed[:] = np.frombuffer(block_hash.block_hash(parent.tobytes(), tokens.tobytes()), np.int32)
 
 
 hash_block = _by_loop if COMPILED else _by_hashlib

@@ -10,9 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.loops_compile import compiled_loop, one_compiles
+from engine.scheduler import loops_blocks, loops_hash
 from engine.scheduler.loops_blocks import NUM_BLANK, NUM_CACHED, NUM_COUNTS, name_block, pop
 from engine.scheduler.loops_hash import NUM_WORDS, Uint64, hash_block
 from protocol.block_hash import HASH_WORDS
+
+SOURCES = (__file__, *loops_blocks.SOURCES, *loops_hash.SOURCES)
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -27,7 +30,7 @@ NUM_LINES = 14
 """Of a table's `state` [NUM_LINES, seats]: the numbers of a sequence, its row first."""
 
 
-@compiled_loop
+@compiled_loop(SOURCES)
 def place(
     blocks: Int32,
     index: Int32,
@@ -68,7 +71,7 @@ def place(
     return budget
 
 
-@compiled_loop
+@compiled_loop(SOURCES)
 def ration(tokens: Int32, goal: Int32, computed: Int32, allowed: Int32, count: Int, threshold: Int, budget: Int, next_chunk: Int) -> None:
     """Writes to `allowed` how far each of the first `count` sequences may go where `budget` is not enough for all of their goals.
 
@@ -99,7 +102,7 @@ def ration(tokens: Int32, goal: Int32, computed: Int32, allowed: Int32, count: I
             budget -= more
 
 
-@compiled_loop
+@compiled_loop(SOURCES)
 def name_filled(
     blocks: Int32,
     index: Int32,
@@ -134,14 +137,14 @@ def name_filled(
             edge[i] += size
 
 
-@compiled_loop
+@compiled_loop(SOURCES)
 def extend(chain: Int32, num_known: Int, tokens: Int32, block_size: Int, words: Uint64) -> None:
     """Fills `chain` [n + 1, 4] up, a root hash and those of n blocks of `tokens`, of which the first `num_known` are there."""
     for i in range(num_known, len(chain)):
         hash_block(chain[i - 1], tokens[(i - 1) * block_size : i * block_size], chain[i], words)
 
 
-@compiled_loop
+@compiled_loop(SOURCES)
 def launch(
     row: Int32,
     tokens: Int32,
@@ -176,7 +179,7 @@ def launch(
     return count
 
 
-@compiled_loop
+@compiled_loop(SOURCES)
 def append(
     row: Int32,
     tokens: Int32,
@@ -237,7 +240,7 @@ def append(
     return count, num_flat, num_fresh, num_complete
 
 
-@compiled_loop
+@compiled_loop(SOURCES)
 def enter(
     state: Int32,
     position: Int,
@@ -262,7 +265,7 @@ def enter(
             chains[row, i, word] = chain[i, word]
 
 
-@compiled_loop
+@compiled_loop(SOURCES)
 def close_gaps(state: Int32, slot: Int64, gone: Int32, count: Int) -> None:
     """The first `count` positions (of `state` [n, seats] and `slot`) move up over those in `gone`, which ascend."""
     for i in range(len(gone)):
@@ -276,7 +279,7 @@ def close_gaps(state: Int32, slot: Int64, gone: Int32, count: Int) -> None:
                 state[line, at - i - 1] = state[line, at]
 
 
-@compiled_loop
+@compiled_loop(SOURCES)
 def follow(positions: Int32, gone: Int32) -> None:
     """Positions (ascending; -1: left before) after those in `gone`, which ascend, have left."""
     num_before = 0
@@ -296,7 +299,7 @@ def compile_all() -> None:
     line, plane, space = (np.zeros((0,) * num_axes, np.int32) for num_axes in (1, 2, 3))
     slots, sample, words = np.zeros(0, np.int64), np.zeros(0, np.bool_), np.zeros(NUM_WORDS, np.uint64)
     arrays = plane, plane, np.zeros(NUM_COUNTS, np.int64), space
-    with one_compiles(__file__):
+    with one_compiles(SOURCES):
         place(*arrays, line, line, line, line, plane, 1, line, 0, 0, 0)
         ration(line, line, line, line, 0, 0, 0, 0)
         name_filled(*arrays, line, line, line, line, line, plane, space, space, line, 0, 0, words)

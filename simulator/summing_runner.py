@@ -3,19 +3,15 @@
 from functools import cache
 
 import numpy as np
-import numpy.typing as npt
 
 from engine.loops_compile import compiled_loop, one_compiles
 from engine.runner import Batch, StepOutput
 from engine.runners import arithmetic_model
 from engine.runners.arithmetic import ArithmeticRunner
 from engine.runners.arithmetic_model import MULTIPLIER, PRIME, VOCAB_SIZE
+from protocol.arrays import Bool, Int32, Int64
 
 SOURCES = (__file__, arithmetic_model.__file__)
-
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
-Bool = npt.NDArray[np.bool_]
 
 
 @compiled_loop(SOURCES)

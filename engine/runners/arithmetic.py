@@ -5,16 +5,13 @@ from functools import cache
 from types import ModuleType
 
 import numpy as np
-import numpy.typing as npt
 
 from engine.row_sampling import GREEDY_BELOW
 from engine.runner import Batch, StepOutput
 from engine.runners.arithmetic_model import PRIME, VOCAB_SIZE, expected_logprobs
 from engine.runners.host_copies import HostCopies, nothing_sampled
+from protocol.arrays import Int32, Int64
 from protocol.messages import TokenLogprobs
-
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
 
 
 class ArithmeticRunner:

@@ -10,11 +10,11 @@ from engine.models.llama import LlamaModel, float32_logits
 from engine.runners import cpu_head, cpu_kernels
 from engine.runners.cpu_kernels import supports
 from engine.runners.step_plan import StepPlan
+from protocol.arrays import Int64
 
 __all__ = ["NumbaOps", "supports", "work_items"]
 
 Array = npt.NDArray[np.generic]
-Int64 = npt.NDArray[np.int64]
 
 
 class NumbaOps:

@@ -1,16 +1,12 @@
 """The second part of a schedule: who enters. Arrived sequences first, then the line, whose head alone is ever looked at."""
 
-import numpy as np
-import numpy.typing as npt
-
 from engine.scheduler.block_manager import NO_BLOCKS
 from engine.scheduler.outcome import Reserved
 from engine.scheduler.sequence import Request, Sequence
 from engine.scheduler.sequence_table import NEVER
 from engine.scheduler.state import SchedulerState
+from protocol.arrays import Int32
 from protocol.errors import InvalidRequest
-
-Int32 = npt.NDArray[np.int32]
 
 
 def check_servable(state: SchedulerState, request: Request) -> None:

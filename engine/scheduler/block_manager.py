@@ -13,8 +13,8 @@ from functools import cache
 from types import ModuleType
 
 import numpy as np
-import numpy.typing as npt
 
+from protocol.arrays import Int32, Int64
 from protocol.block_hash import HASH_WORDS, from_rows
 from protocol.errors import ProtocolError
 
@@ -23,7 +23,6 @@ MAX_LOGGED_HASHES = 65536
 
 MAX_SERIAL = 2**31 - 1
 
-Int32 = npt.NDArray[np.int32]
 
 NO_BLOCKS: Int32 = np.zeros(0, np.int32)
 
@@ -42,7 +41,7 @@ class BlockManager:
         self._blocks[:, loops.TWIN] = loops.UNNAMED
         self._blocks[1:-1, loops.NEXT] = np.arange(2, num_blocks)
         self._index: Int32 = np.zeros((1 << (num_blocks * 3 // 2).bit_length(), 2), np.int32)
-        self._counts: npt.NDArray[np.int64] = np.zeros(loops.NUM_COUNTS, np.int64)
+        self._counts: Int64 = np.zeros(loops.NUM_COUNTS, np.int64)
         self._counts[loops.BLANK], self._counts[loops.NUM_BLANK] = 1, num_blocks - 1
         self._log: Int32 = np.empty((2, MAX_LOGGED_HASHES, HASH_WORDS), np.int32)
         self.arrays = (self._blocks, self._index, self._counts, self._log)

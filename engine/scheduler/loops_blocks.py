@@ -16,16 +16,14 @@ Every function begins with arrays of the block manager (N blocks):
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from engine.loops_compile import compiled_loop, one_compiles
 from protocol import block_hash
+from protocol.arrays import Int32, Int64
 from protocol.block_hash import HASH_WORDS
 
 SOURCES = (__file__, block_hash.__file__)
 
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
 Int = Any
 """A Python int, or a number out of an array."""
 

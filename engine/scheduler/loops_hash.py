@@ -7,16 +7,14 @@ all the same.
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from engine.loops_compile import COMPILED, compiled_loop
 from protocol import block_hash
+from protocol.arrays import Int32, UInt64
 from protocol.block_hash import HASH_BYTES, HASH_WORDS
 
 SOURCES = (__file__, block_hash.__file__)
 
-Int32 = npt.NDArray[np.int32]
-Uint64 = npt.NDArray[np.uint64]
 Int = Any
 """A Python int, or a number out of an array."""
 
@@ -66,7 +64,7 @@ def _rotated(word: Any, num_bits: Any) -> Any:
 
 
 @compiled_loop(SOURCES)
-def _mix(words: Uint64, a: Int, b: Int, c: Int, d: Int, x: Int, y: Int) -> None:
+def _mix(words: UInt64, a: Int, b: Int, c: Int, d: Int, x: Int, y: Int) -> None:
     """RFC 7693, 3.1. `x`, `y`: which words of the message."""
     at_a, at_b, at_c, at_d = words[ROUNDS + a], words[ROUNDS + b], words[ROUNDS + c], words[ROUNDS + d]
     at_a += at_b + words[x]
@@ -81,7 +79,7 @@ def _mix(words: Uint64, a: Int, b: Int, c: Int, d: Int, x: Int, y: Int) -> None:
 
 
 @compiled_loop(SOURCES)
-def _compress(words: Uint64, num_bytes: Int, last: Int) -> None:
+def _compress(words: UInt64, num_bytes: Int, last: Int) -> None:
     """RFC 7693, 3.2: takes the message into the state. `num_bytes`: of it so far; `last`: whether it ends here."""
     for i in range(8):
         words[ROUNDS + i] = words[STATE + i]
@@ -100,7 +98,7 @@ def _compress(words: Uint64, num_bytes: Int, last: Int) -> None:
 
 
 @compiled_loop(SOURCES)
-def _by_loop(parent: Int32, tokens: Int32, hashed: Int32, words: Uint64) -> None:
+def _by_loop(parent: Int32, tokens: Int32, hashed: Int32, words: UInt64) -> None:
     """Writes the hash of a block (int32 [4]) to `hashed`. `words` [NUM_WORDS]: space to work in."""
     for i in range(8):
         words[STATE + i] = _START[i]
@@ -119,7 +117,7 @@ def _by_loop(parent: Int32, tokens: Int32, hashed: Int32, words: Uint64) -> None
         hashed[i] = np.int32(word >> _HIGH if i % 2 else word & _LOW)
 
 
-def _by_hashlib(parent: Int32, tokens: Int32, hashed: Int32, words: Uint64) -> None:
+def _by_hashlib(parent: Int32, tokens: Int32, hashed: Int32, words: UInt64) -> None:
     hashed[:] = np.frombuffer(block_hash.block_hash(parent.tobytes(), tokens.tobytes()), np.int32)
 
 

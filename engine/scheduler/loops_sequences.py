@@ -7,19 +7,16 @@ line per row. blocks, index, counts, log: as in loops_blocks.py. Arrays [B] have
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from engine.loops_compile import compiled_loop, one_compiles
 from engine.scheduler import loops_blocks, loops_hash
 from engine.scheduler.loops_blocks import NUM_BLANK, NUM_CACHED, NUM_COUNTS, name_block, pop
-from engine.scheduler.loops_hash import NUM_WORDS, Uint64, hash_block
+from engine.scheduler.loops_hash import NUM_WORDS, hash_block
+from protocol.arrays import Bool, Int32, Int64, UInt64
 from protocol.block_hash import HASH_WORDS
 
 SOURCES = (__file__, *loops_blocks.SOURCES, *loops_hash.SOURCES)
 
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
-Bool = npt.NDArray[np.bool_]
 Int = Any
 """A Python int, or a number out of an array."""
 
@@ -119,7 +116,7 @@ def name_filled(
     num: Int32,
     first: Int,
     end: Int,
-    words: Uint64,
+    words: UInt64,
 ) -> None:
     """Makes the blocks findable that `num` more tokens, for the sequences at positions `first` to `end` - 1, fill with known tokens.
 
@@ -138,7 +135,7 @@ def name_filled(
 
 
 @compiled_loop(SOURCES)
-def extend(chain: Int32, num_known: Int, tokens: Int32, block_size: Int, words: Uint64) -> None:
+def extend(chain: Int32, num_known: Int, tokens: Int32, block_size: Int, words: UInt64) -> None:
     """Fills `chain` [n + 1, 4] up, a root hash and those of n blocks of `tokens`, of which the first `num_known` are there."""
     for i in range(num_known, len(chain)):
         hash_block(chain[i - 1], tokens[(i - 1) * block_size : i * block_size], chain[i], words)

@@ -6,13 +6,11 @@ too.
 """
 
 import numpy as np
-import numpy.typing as npt
 
 from engine.scheduler.preemption import Victim, choose
 from engine.scheduler.sequence_table import NEVER
 from engine.scheduler.state import SchedulerState
-
-Int32 = npt.NDArray[np.int32]
+from protocol.arrays import Int32
 
 
 def step_budget(state: SchedulerState, num_promised: int) -> int:

@@ -1,16 +1,13 @@
 """The other half of a step: sampled tokens become known, sequences that are complete leave."""
 
 import numpy as np
-import numpy.typing as npt
 
 from engine.runner import Batch, StepOutput
 from engine.scheduler.outcome import Committed, Finished, PromptDone
 from engine.scheduler.sequence_table import NEVER
 from engine.scheduler.state import Proposer, SchedulerState
+from protocol.arrays import Int32, Int64
 from protocol.messages import FinishReason, Logprobs, TokenLogprobs
-
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
 
 
 def append_tokens(state: SchedulerState, batch: Batch, positions: Int32, output: StepOutput) -> Committed:

@@ -15,7 +15,6 @@ Whatever leaves while steps are in flight keeps its row and blocks out of use un
 from typing import cast
 
 import numpy as np
-import numpy.typing as npt
 
 from engine.config import EngineConfig
 from engine.runner import Batch, StepOutput
@@ -30,14 +29,13 @@ from engine.scheduler.sequence_table import Flight, SequenceTable
 from engine.scheduler.state import Proposer, SchedulerState
 from engine.scheduler.thrash import ThrashMeter
 from engine.scheduler.waiting_line import WaitingLine
+from protocol.arrays import Int32
 from protocol.block_hash import root_hash, to_rows
 from protocol.clock import Clock
 from protocol.errors import ProtocolError
 from protocol.messages import RequestKey, TokenLogprobs
 
 __all__ = ["Committed", "Events", "Finished", "PromptDone", "Proposer", "Reserved", "Scheduler"]
-
-Int32 = npt.NDArray[np.int32]
 
 
 class Scheduler:

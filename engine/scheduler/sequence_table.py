@@ -11,17 +11,13 @@ from functools import cache
 from types import ModuleType
 
 import numpy as np
-import numpy.typing as npt
 
 from engine.row_sampling import RowSampling
 from engine.runner import Batch
 from engine.scheduler.sequence import Sequence
+from protocol.arrays import Bool, Int32, Int64
 from protocol.block_hash import HASH_WORDS
 from protocol.errors import ProtocolError
-
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
-Bool = npt.NDArray[np.bool_]
 
 NEVER = np.iinfo(np.int32).max
 

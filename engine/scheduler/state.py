@@ -5,9 +5,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from engine.config import EngineConfig
 from engine.scheduler.block_manager import BlockManager
 from engine.scheduler.host_pool import HostPool
@@ -17,15 +14,14 @@ from engine.scheduler.sequence import Sequence
 from engine.scheduler.sequence_table import SequenceTable
 from engine.scheduler.thrash import ThrashMeter
 from engine.scheduler.waiting_line import WaitingLine
+from protocol.arrays import Int32
 from protocol.messages import RequestKey
-
-Int32 = npt.NDArray[np.int32]
 
 
 class Proposer(Protocol):
     """Guesses the next tokens of a sequence."""
 
-    def propose(self, key: RequestKey, token_ids: npt.NDArray[np.int32], max_num_drafts: int) -> list[int]:
+    def propose(self, key: RequestKey, token_ids: Int32, max_num_drafts: int) -> list[int]:
         """`token_ids`: all known tokens, not to be kept. Returns the drafts, at most `max_num_drafts`."""
         ...
 

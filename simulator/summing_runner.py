@@ -4,7 +4,7 @@ from functools import cache
 
 import numpy as np
 
-from engine.loops_compile import compiled_loop, one_compiles
+from engine.loops_compile import compiled_loop, one_compiles, put_compiled
 from engine.runner import Batch, StepOutput
 from engine.runners import arithmetic_model
 from engine.runners.arithmetic import ArithmeticRunner
@@ -36,6 +36,7 @@ def sum_up(
 def compile_all() -> None:
     """Calls the loop once, with nothing to do."""
     line, plane, sums = np.zeros(0, np.int32), np.zeros((0, 0), np.int32), np.zeros(0, np.int64)
+    put_compiled(globals())
     with one_compiles(SOURCES):
         sum_up(line, line, line, np.zeros(0, np.bool_), plane, sums, sums, plane)
 

@@ -1,13 +1,12 @@
 """The shipped fake: runs the model of arithmetic_model.py over a paged cache."""
 
 from collections.abc import Callable
-from functools import cache
-from types import ModuleType
 
 import numpy as np
 
 from engine.row_sampling import GREEDY_BELOW
 from engine.runner import Batch, StepOutput
+from engine.runners import arithmetic_loops
 from engine.runners.arithmetic_model import PRIME, VOCAB_SIZE, expected_logprobs
 from engine.runners.host_copies import HostCopies, nothing_sampled
 from protocol.arrays import Int32, Int64
@@ -33,7 +32,7 @@ class ArithmeticRunner:
         self._cache = cache
         self._vocab_size = vocab_size
         self._step_seconds = step_seconds
-        self._loops = _loops()
+        arithmetic_loops.compile_all()
         self.copies = HostCopies(cache, num_host_blocks)
         self._last = np.zeros(0, np.int32)
         """[num_rows] the newest token of every row, for batches in which it is still pending."""
@@ -48,10 +47,10 @@ class ArithmeticRunner:
         num_drafts = batch.num_drafts if batch.num_drafts is not None else np.zeros(size, np.int32)
         pending = batch.pending if batch.pending is not None else np.zeros(size, np.bool_)
         shared = self._last, batch.token_ids, batch.block_tables
-        self._loops.write(self._cache, batch.rows, batch.num_computed, batch.num_scheduled, pending, *shared)
+        arithmetic_loops.write(self._cache, batch.rows, batch.num_computed, batch.num_scheduled, pending, *shared)
         token_ids, counts = np.zeros((size, 1 + num_drafts.max()), np.int32), np.empty(size, np.int32)
         num_known = batch.num_computed + batch.num_scheduled - num_drafts
-        self._loops.sample(
+        arithmetic_loops.sample(
             *(self._cache, batch.rows, num_known, num_drafts, batch.sample, *_noise(batch), *shared),
             *(self._vocab_size, token_ids, counts),
         )
@@ -82,12 +81,3 @@ def _noise(batch: Batch) -> tuple[Int64, Int32]:
     sampling, rows = batch.sampling, batch.rows
     seeds = np.where(sampling.temperatures[rows] >= GREEDY_BELOW, sampling.seeds[rows] % PRIME, 0).astype(np.int64)
     return seeds, sampling.answer_bases[rows].astype(np.int32)
-
-
-@cache
-def _loops() -> ModuleType:
-    """Imported and compiled for the first runner: a process that only names this class, as the cluster's does, needs no compiler."""
-    from engine.runners import arithmetic_loops
-
-    arithmetic_loops.compile_all()
-    return arithmetic_loops

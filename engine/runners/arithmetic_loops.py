@@ -1,18 +1,15 @@
 """A step of the arithmetic model as plain loops, compiled like those of the scheduler."""
 
-from typing import Any
+from functools import cache
 
 import numpy as np
 
-from engine.loops_compile import compiled_loop, one_compiles
+from engine.loops_compile import compiled_loop, one_compiles, put_compiled
 from engine.runners import arithmetic_model
 from engine.runners.arithmetic_model import MULTIPLIER, PRIME
 from protocol.arrays import Bool, Int32, Int64
 
 SOURCES = (__file__, arithmetic_model.__file__)
-
-Int = Any
-"""A Python int, or a number out of an array."""
 
 
 @compiled_loop(SOURCES)
@@ -40,7 +37,7 @@ def sample(
     last: Int32,
     token_ids: Int32,
     tables: Int32,
-    vocab_size: Int,
+    vocab_size: int,
     targets: Int32,
     counts: Int32,
 ) -> None:
@@ -64,10 +61,12 @@ def sample(
             total += cache[tables[row, position // block_size], position % block_size]
 
 
+@cache
 def compile_all() -> None:
     """Calls every loop once, with nothing to do: for a cache that is contiguous, and for one that is not."""
     line, plane, flags, seeds = np.zeros(0, np.int32), np.zeros((0, 0), np.int32), np.zeros(0, np.bool_), np.zeros(0, np.int64)
     caches = np.zeros((2, 2), np.int64), np.zeros((2, 2, 2), np.int64)[:, :, 0]
+    put_compiled(globals())
     with one_compiles(SOURCES):
         for cache in caches:
             write(cache, line, line, line, flags, line, plane, plane)

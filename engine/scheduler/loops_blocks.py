@@ -1,7 +1,7 @@
 """The loops over blocks, compiled: a step that lets two sequences in and two out moves some two hundred blocks.
 
-Plain loops over arrays, so that they run as they stand where numba is absent: slower, with the same results. Imported when the first
-`BlockManager` is made, for importing numba takes most of a second. Bounds are not checked: callers know their blocks.
+Plain loops over arrays, so that they run as they stand where numba is absent: slower, with the same results. Compiled when the
+first `BlockManager` is made. Bounds are not checked: callers know their blocks.
 
 Every function begins with arrays of the block manager (N blocks):
 
@@ -13,19 +13,16 @@ Every function begins with arrays of the block manager (N blocks):
 - `log` int32 [2, M, 4]: the last M hashes that became findable, and the last M that ceased to be. Rings.
 """
 
-from typing import Any
+from functools import cache
 
 import numpy as np
 
-from engine.loops_compile import compiled_loop, one_compiles
+from engine.loops_compile import compiled_loop, one_compiles, put_compiled
 from protocol import block_hash
 from protocol.arrays import Int32, Int64
 from protocol.block_hash import HASH_WORDS
 
 SOURCES = (__file__, block_hash.__file__)
-
-Int = Any
-"""A Python int, or a number out of an array."""
 
 REFERENCES = 0
 """How many own the block. Below 0: the serial number of the release that keeps it back for steps in flight, negated."""
@@ -59,7 +56,7 @@ REMOVED = 1
 
 
 @compiled_loop(SOURCES)
-def _unlink(blocks: Int32, counts: Int64, block: Int) -> None:
+def _unlink(blocks: Int32, counts: Int64, block: int) -> None:
     """Takes a block out of the ring of cached ones."""
     before, after = blocks[block, PREVIOUS], blocks[block, NEXT]
     blocks[before, NEXT] = after
@@ -68,14 +65,14 @@ def _unlink(blocks: Int32, counts: Int64, block: Int) -> None:
 
 
 @compiled_loop(SOURCES)
-def _push_blank(blocks: Int32, counts: Int64, block: Int) -> None:
+def _push_blank(blocks: Int32, counts: Int64, block: int) -> None:
     blocks[block, NEXT] = counts[BLANK]
     counts[BLANK] = block
     counts[NUM_BLANK] += 1
 
 
 @compiled_loop(SOURCES)
-def _make_free(blocks: Int32, counts: Int64, block: Int) -> None:
+def _make_free(blocks: Int32, counts: Int64, block: int) -> None:
     """A block that nobody owns or uses becomes the last of the cached ones, or the first of the blank ones."""
     if blocks[block, TWIN] == UNNAMED:
         _push_blank(blocks, counts, block)
@@ -88,7 +85,7 @@ def _make_free(blocks: Int32, counts: Int64, block: Int) -> None:
 
 
 @compiled_loop(SOURCES)
-def _note(blocks: Int32, counts: Int64, log: Int32, which: Int, block: Int) -> None:
+def _note(blocks: Int32, counts: Int64, log: Int32, which: int, block: int) -> None:
     """Logs the hash of a block."""
     at = counts[NUM_ADDED + which] % log.shape[1]
     for word in range(HASH_WORDS):
@@ -97,16 +94,16 @@ def _note(blocks: Int32, counts: Int64, log: Int32, which: Int, block: Int) -> N
 
 
 @compiled_loop(SOURCES)
-def _write_hash(blocks: Int32, block: Int, hashes: Int32, i: Int) -> None:
+def _write_hash(blocks: Int32, block: int, hashes: Int32, i: int) -> None:
     for word in range(HASH_WORDS):
         blocks[block, HASH + word] = hashes[i, word]
 
 
 @compiled_loop(SOURCES)
-def _slot(blocks: Int32, index: Int32, block: Int) -> Int:
+def _slot(blocks: Int32, index: Int32, block: int) -> int:
     """Where in `index` the hash of a block is, or would go."""
     mask, first = len(index) - 1, blocks[block, HASH]
-    slot = first & mask
+    slot: int = first & mask
     while index[slot, 0]:
         if index[slot, 1] == first:
             found, word = index[slot, 0], 1
@@ -119,7 +116,7 @@ def _slot(blocks: Int32, index: Int32, block: Int) -> Int:
 
 
 @compiled_loop(SOURCES)
-def _empty_slot(index: Int32, slot: Int) -> None:
+def _empty_slot(index: Int32, slot: int) -> None:
     """Empties a slot. What lies behind it, up to the next empty one, moves up as far as its own hash allows."""
     mask = len(index) - 1
     hole, at = slot, (slot + 1) & mask
@@ -133,7 +130,7 @@ def _empty_slot(index: Int32, slot: Int) -> None:
 
 
 @compiled_loop(SOURCES)
-def name_block(blocks: Int32, index: Int32, counts: Int64, log: Int32, block: Int, hashes: Int32, i: Int) -> None:
+def name_block(blocks: Int32, index: Int32, counts: Int64, log: Int32, block: int, hashes: Int32, i: int) -> None:
     """Makes a block findable by `hashes[i]`. No-op if it has a hash already."""
     if blocks[block, TWIN] != UNNAMED:
         return
@@ -151,7 +148,7 @@ def name_block(blocks: Int32, index: Int32, counts: Int64, log: Int32, block: In
 
 
 @compiled_loop(SOURCES)
-def _unname(blocks: Int32, index: Int32, counts: Int64, log: Int32, block: Int) -> None:
+def _unname(blocks: Int32, index: Int32, counts: Int64, log: Int32, block: int) -> None:
     """Makes a block unfindable; the next older one with its hash is found instead."""
     slot, twin = _slot(blocks, index, block), blocks[block, TWIN]
     blocks[block, TWIN] = UNNAMED
@@ -168,10 +165,10 @@ def _unname(blocks: Int32, index: Int32, counts: Int64, log: Int32, block: Int) 
 
 
 @compiled_loop(SOURCES)
-def pop(blocks: Int32, index: Int32, counts: Int64, log: Int32) -> Int:
+def pop(blocks: Int32, index: Int32, counts: Int64, log: Int32) -> int:
     """Takes a free block, blank or else freed first, with one reference."""
     if counts[NUM_BLANK]:
-        block = counts[BLANK]
+        block: int = counts[BLANK]
         counts[BLANK] = blocks[block, NEXT]
         counts[NUM_BLANK] -= 1
     else:
@@ -186,7 +183,7 @@ def pop(blocks: Int32, index: Int32, counts: Int64, log: Int32) -> Int:
 
 
 @compiled_loop(SOURCES)
-def count_free(blocks: Int32, among: Int32) -> Int:
+def count_free(blocks: Int32, among: Int32) -> int:
     """How many of `among` are free."""
     count = 0
     for block in among:
@@ -196,7 +193,7 @@ def count_free(blocks: Int32, among: Int32) -> Int:
 
 
 @compiled_loop(SOURCES)
-def take(blocks: Int32, index: Int32, counts: Int64, log: Int32, taken: Int32, num_found: Int, room: Int) -> Int:
+def take(blocks: Int32, index: Int32, counts: Int64, log: Int32, taken: Int32, num_found: int, room: int) -> int:
     """One more reference to each of the first `num_found` of `taken`; free blocks fill the rest of it. Returns 1; 0, changing nothing, if
     there were not enough for `room` blocks, those found included."""
     if room - num_found + count_free(blocks, taken[:num_found]) > counts[NUM_BLANK] + counts[NUM_CACHED]:
@@ -214,7 +211,7 @@ def take(blocks: Int32, index: Int32, counts: Int64, log: Int32, taken: Int32, n
 
 
 @compiled_loop(SOURCES)
-def release(blocks: Int32, counts: Int64, given: Int32, serial: Int, kept: Int32) -> Int:
+def release(blocks: Int32, counts: Int64, given: Int32, serial: int, kept: Int32) -> int:
     """One reference less to each of `given`, from the last to the first. Those left without one are free, or with a `serial` (> 0) kept
     back under it and written to `kept` (as long as `given`). Returns how many were; -1 - i, changing nothing, if nobody owns given[i]."""
     for i in range(len(given)):
@@ -236,7 +233,7 @@ def release(blocks: Int32, counts: Int64, given: Int32, serial: Int, kept: Int32
 
 
 @compiled_loop(SOURCES)
-def free_kept(blocks: Int32, counts: Int64, kept: Int32, serial: Int) -> None:
+def free_kept(blocks: Int32, counts: Int64, kept: Int32, serial: int) -> None:
     """Frees those of `kept` that still wait under this serial number."""
     for block in kept:
         if blocks[block, REFERENCES] == -serial:
@@ -246,7 +243,7 @@ def free_kept(blocks: Int32, counts: Int64, kept: Int32, serial: Int) -> None:
 
 
 @compiled_loop(SOURCES)
-def find(blocks: Int32, index: Int32, wanted: Int32, found: Int32) -> Int:
+def find(blocks: Int32, index: Int32, wanted: Int32, found: Int32) -> int:
     """Writes the blocks that hold a chain of hashes [n, 4] to `found` [n], up to the first that none holds. Returns their number."""
     for i in range(len(wanted)):
         _write_hash(blocks, 0, wanted, i)
@@ -275,11 +272,13 @@ def forget(blocks: Int32, index: Int32, counts: Int64, log: Int32, forgotten: In
         _unname(blocks, index, counts, log, block)
 
 
+@cache
 def compile_all() -> None:
     """Calls every loop once, with nothing to do."""
     line, plane, space = (np.zeros((0,) * num_axes, np.int32) for num_axes in (1, 2, 3))
     counts = np.zeros(NUM_COUNTS, np.int64)
     arrays = plane, plane, counts, space
+    put_compiled(globals())
     with one_compiles(SOURCES):
         take(*arrays, line, 0, 0)
         release(plane, counts, line, 0, line)

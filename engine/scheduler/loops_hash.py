@@ -8,15 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from engine.loops_compile import COMPILED, compiled_loop
+from engine.loops_compile import compiled_loop
 from protocol import block_hash
 from protocol.arrays import Int32, UInt64
 from protocol.block_hash import HASH_BYTES, HASH_WORDS
 
 SOURCES = (__file__, block_hash.__file__)
-
-Int = Any
-"""A Python int, or a number out of an array."""
 
 _START = np.array(
     [
@@ -64,7 +61,7 @@ def _rotated(word: Any, num_bits: Any) -> Any:
 
 
 @compiled_loop(SOURCES)
-def _mix(words: UInt64, a: Int, b: Int, c: Int, d: Int, x: Int, y: Int) -> None:
+def _mix(words: UInt64, a: int, b: int, c: int, d: int, x: int, y: int) -> None:
     """RFC 7693, 3.1. `x`, `y`: which words of the message."""
     at_a, at_b, at_c, at_d = words[ROUNDS + a], words[ROUNDS + b], words[ROUNDS + c], words[ROUNDS + d]
     at_a += at_b + words[x]
@@ -79,7 +76,7 @@ def _mix(words: UInt64, a: Int, b: Int, c: Int, d: Int, x: Int, y: Int) -> None:
 
 
 @compiled_loop(SOURCES)
-def _compress(words: UInt64, num_bytes: Int, last: Int) -> None:
+def _compress(words: UInt64, num_bytes: int, last: int) -> None:
     """RFC 7693, 3.2: takes the message into the state. `num_bytes`: of it so far; `last`: whether it ends here."""
     for i in range(8):
         words[ROUNDS + i] = words[STATE + i]
@@ -97,8 +94,12 @@ def _compress(words: UInt64, num_bytes: Int, last: Int) -> None:
         words[STATE + i] ^= words[ROUNDS + i] ^ words[ROUNDS + 8 + i]
 
 
-@compiled_loop(SOURCES)
-def _by_loop(parent: Int32, tokens: Int32, hashed: Int32, words: UInt64) -> None:
+def _by_hashlib(parent: Int32, tokens: Int32, hashed: Int32, words: UInt64) -> None:
+    hashed[:] = np.frombuffer(block_hash.block_hash(parent.tobytes(), tokens.tobytes()), np.int32)
+
+
+@compiled_loop(SOURCES, uncompiled=_by_hashlib)
+def hash_block(parent: Int32, tokens: Int32, hashed: Int32, words: UInt64) -> None:
     """Writes the hash of a block (int32 [4]) to `hashed`. `words` [NUM_WORDS]: space to work in."""
     for i in range(8):
         words[STATE + i] = _START[i]
@@ -115,10 +116,3 @@ def _by_loop(parent: Int32, tokens: Int32, hashed: Int32, words: UInt64) -> None
     for i in range(HASH_WORDS):
         word = words[STATE + i // 2]
         hashed[i] = np.int32(word >> _HIGH if i % 2 else word & _LOW)
-
-
-def _by_hashlib(parent: Int32, tokens: Int32, hashed: Int32, words: UInt64) -> None:
-    hashed[:] = np.frombuffer(block_hash.block_hash(parent.tobytes(), tokens.tobytes()), np.int32)
-
-
-hash_block = _by_loop if COMPILED else _by_hashlib

@@ -4,11 +4,11 @@ Arrays [seats] hold one entry per position, as `SequenceTable` describes them; `
 line per row. blocks, index, counts, log: as in loops_blocks.py. Arrays [B] have an entry per sequence of a batch.
 """
 
-from typing import Any
+from functools import cache
 
 import numpy as np
 
-from engine.loops_compile import compiled_loop, one_compiles
+from engine.loops_compile import compiled_loop, one_compiles, put_compiled
 from engine.scheduler import loops_blocks, loops_hash
 from engine.scheduler.loops_blocks import NUM_BLANK, NUM_CACHED, NUM_COUNTS, name_block, pop
 from engine.scheduler.loops_hash import NUM_WORDS, hash_block
@@ -16,9 +16,6 @@ from protocol.arrays import Bool, Int32, Int64, UInt64
 from protocol.block_hash import HASH_WORDS
 
 SOURCES = (__file__, *loops_blocks.SOURCES, *loops_hash.SOURCES)
-
-Int = Any
-"""A Python int, or a number out of an array."""
 
 LACKING = -1
 STARVED = -2
@@ -38,12 +35,12 @@ def place(
     computed: Int32,
     capacity: Int32,
     block_tables: Int32,
-    block_size: Int,
+    block_size: int,
     num: Int32,
-    count: Int,
-    threshold: Int,
-    budget: Int,
-) -> Int:
+    count: int,
+    threshold: int,
+    budget: int,
+) -> int:
     """Writes to `num` the tokens of the first `count` sequences, each up to its goal and up to `threshold`, together up to `budget`,
     and gives them the blocks for these. Returns what is left of the budget; LACKING: blocks, STARVED: some would get no token for want of
     budget. Then nobody got a block."""
@@ -69,7 +66,7 @@ def place(
 
 
 @compiled_loop(SOURCES)
-def ration(tokens: Int32, goal: Int32, computed: Int32, allowed: Int32, count: Int, threshold: Int, budget: Int, next_chunk: Int) -> None:
+def ration(tokens: Int32, goal: Int32, computed: Int32, allowed: Int32, count: int, threshold: int, budget: int, next_chunk: int) -> None:
     """Writes to `allowed` how far each of the first `count` sequences may go where `budget` is not enough for all of their goals.
 
     First the one token of each that lacks, drafts aside, no more than that. Then, while any of these wants a draft, one more token each,
@@ -114,8 +111,8 @@ def name_filled(
     known: Int32,
     chains: Int32,
     num: Int32,
-    first: Int,
-    end: Int,
+    first: int,
+    end: int,
     words: UInt64,
 ) -> None:
     """Makes the blocks findable that `num` more tokens, for the sequences at positions `first` to `end` - 1, fill with known tokens.
@@ -135,7 +132,7 @@ def name_filled(
 
 
 @compiled_loop(SOURCES)
-def extend(chain: Int32, num_known: Int, tokens: Int32, block_size: Int, words: UInt64) -> None:
+def extend(chain: Int32, num_known: int, tokens: Int32, block_size: int, words: UInt64) -> None:
     """Fills `chain` [n + 1, 4] up, a root hash and those of n blocks of `tokens`, of which the first `num_known` are there."""
     for i in range(num_known, len(chain)):
         hash_block(chain[i - 1], tokens[(i - 1) * block_size : i * block_size], chain[i], words)
@@ -149,10 +146,10 @@ def launch(
     computed: Int32,
     cap: Int32,
     num: Int32,
-    drafted: Int,
+    drafted: int,
     entries: Int32,
     sample: Bool,
-) -> Int:
+) -> int:
     """Counts `num` tokens of each sequence as computed, `sample` and `entries` [5, n] having room for n of them.
 
     Writes for each that has tokens whether it samples, and its position, row, tokens, those computed before, and how many of the tokens
@@ -197,7 +194,7 @@ def append(
     news: Int32,
     slots: Int64,
     flat: Int32,
-) -> tuple[Int, Int, Int, Int]:
+) -> tuple[int, int, int, int]:
     """Makes sampled tokens known, up to the end of each answer.
 
     `positions` [B], -1: left meanwhile; `sampled` [B, K]: its tokens, valid in the first `num_sampled[i]` columns; `stops`: [B] number of
@@ -240,7 +237,7 @@ def append(
 @compiled_loop(SOURCES)
 def enter(
     state: Int32,
-    position: Int,
+    position: int,
     numbers: tuple[int, ...],
     token_ids: Int32,
     block_tables: Int32,
@@ -263,7 +260,7 @@ def enter(
 
 
 @compiled_loop(SOURCES)
-def close_gaps(state: Int32, slot: Int64, gone: Int32, count: Int) -> None:
+def close_gaps(state: Int32, slot: Int64, gone: Int32, count: int) -> None:
     """The first `count` positions (of `state` [n, seats] and `slot`) move up over those in `gone`, which ascend."""
     for i in range(len(gone)):
         last = gone[i + 1] if i + 1 < len(gone) else count
@@ -291,11 +288,13 @@ def follow(positions: Int32, gone: Int32) -> None:
             positions[i] -= num_before
 
 
+@cache
 def compile_all() -> None:
     """Calls every loop once, with nothing to do."""
     line, plane, space = (np.zeros((0,) * num_axes, np.int32) for num_axes in (1, 2, 3))
     slots, sample, words = np.zeros(0, np.int64), np.zeros(0, np.bool_), np.zeros(NUM_WORDS, np.uint64)
     arrays = plane, plane, np.zeros(NUM_COUNTS, np.int64), space
+    put_compiled(globals())
     with one_compiles(SOURCES):
         place(*arrays, line, line, line, line, plane, 1, line, 0, 0, 0)
         ration(line, line, line, line, 0, 0, 0, 0)

@@ -7,6 +7,7 @@ too.
 
 import numpy as np
 
+from engine.scheduler import loops_sequences
 from engine.scheduler.preemption import Victim, choose
 from engine.scheduler.sequence_table import NEVER
 from engine.scheduler.state import SchedulerState
@@ -32,7 +33,7 @@ def place_running(state: SchedulerState, budget: int, *, alone: bool) -> int | N
     threshold = config.long_prefill_token_threshold if config.long_prefill_token_threshold and not alone else NEVER
     goal = table.goal if state.proposer is None else _ration(state, budget, threshold)
     left = _place(state, goal, budget, threshold)
-    if left == table.loops.STARVED:
+    if left == loops_sequences.STARVED:
         goal = _ration(state, budget, threshold)
         left = _place(state, goal, budget, threshold)
     if left >= 0:
@@ -46,18 +47,17 @@ def place_running(state: SchedulerState, budget: int, *, alone: bool) -> int | N
 
 def _place(state: SchedulerState, goal: Int32, budget: int, threshold: int) -> int:
     table = state.table
-    left: int = table.loops.place(
+    return loops_sequences.place(
         *(*state.blocks.arrays, table.row, goal, table.computed, table.capacity, table.block_tables),
         *(state.config.block_size, table.num, len(table), threshold, budget),
     )
-    return left
 
 
 def _ration(state: SchedulerState, budget: int, threshold: int) -> Int32:
     """Goals that the budget reaches, so that nobody takes what is another's."""
     table, head = state.table, state.line.head() if state.has_seat() else None
     next_chunk = 0 if head is None else 1 if state.config.enable_chunked_prefill else len(head.tokens)
-    table.loops.ration(table.tokens, table.goal, table.computed, table.allowed, len(table), threshold, budget, next_chunk)
+    loops_sequences.ration(table.tokens, table.goal, table.computed, table.allowed, len(table), threshold, budget, next_chunk)
     return table.allowed
 
 

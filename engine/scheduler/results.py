@@ -3,6 +3,7 @@
 import numpy as np
 
 from engine.runner import Batch, StepOutput
+from engine.scheduler import loops_sequences
 from engine.scheduler.outcome import Committed, Finished, PromptDone
 from engine.scheduler.sequence_table import NEVER
 from engine.scheduler.state import Proposer, SchedulerState
@@ -12,18 +13,33 @@ from protocol.messages import FinishReason, Logprobs, TokenLogprobs
 
 def append_tokens(state: SchedulerState, batch: Batch, positions: Int32, output: StepOutput) -> Committed:
     """Applies what was sampled. `positions`: int32 [B], of the batch's sequences now, -1 where one has left."""
-    table, loops = state.table, state.table.loops
+    table = state.table
     num_columns = output.token_ids.shape[1]
     entries: Int32 = np.empty((5, len(positions)), np.int32)
     news: Int32 = np.empty((3, len(positions)), np.int32)
     slots: Int64 = np.empty(len(positions), np.int64)
     token_ids: Int32 = np.empty(len(positions) * num_columns, np.int32)
     sampled = np.ascontiguousarray(output.token_ids, np.int32)
-    count, num_tokens, num_fresh, num_complete = loops.append(
-        *(table.row, table.tokens, table.limit, table.base, table.attempt, table.fresh, table.ignore_eos, table.offer),
-        *(table.slot, table.token_ids),
-        *(positions, np.ascontiguousarray(output.counts, np.int32), sampled, state.eos_token_ids, _own_stops(state, positions, sampled)),
-        *(entries, news, slots, token_ids),
+    count, num_tokens, num_fresh, num_complete = loops_sequences.append(
+        table.row,
+        table.tokens,
+        table.limit,
+        table.base,
+        table.attempt,
+        table.fresh,
+        table.ignore_eos,
+        table.offer,
+        table.slot,
+        table.token_ids,
+        positions,
+        np.ascontiguousarray(output.counts, np.int32),
+        sampled,
+        state.eos_token_ids,
+        _own_stops(state, positions, sampled),
+        entries,
+        news,
+        slots,
+        token_ids,
     )
     indices, at, attempts, offsets, counts = entries[:, :count]
     committed = Committed(

@@ -18,6 +18,7 @@ import numpy as np
 
 from engine.config import EngineConfig
 from engine.runner import Batch, StepOutput
+from engine.scheduler import loops_sequences
 from engine.scheduler.admission import check_servable, seat_arrived, serve_line
 from engine.scheduler.block_manager import NO_BLOCKS, BlockManager
 from engine.scheduler.host_pool import HostPool
@@ -293,7 +294,7 @@ class Scheduler:
         state, table = self._state, self._state.table
         entries: Int32 = np.empty((5, len(table)), np.int32)
         sample = np.empty(len(table), np.bool_)
-        size = table.loops.launch(
+        size = loops_sequences.launch(
             *(table.row, table.tokens, table.goal, table.computed, table.cap, table.num),
             *(int(state.proposer is not None), entries, sample),
         )

@@ -7,13 +7,13 @@ and is reused only after every step scheduled before it was left has committed. 
 
 from collections import deque
 from collections.abc import Iterable
-from functools import cache
-from types import ModuleType
 
 import numpy as np
 
 from engine.row_sampling import RowSampling
 from engine.runner import Batch
+from engine.scheduler import loops_sequences
+from engine.scheduler.loops_hash import NUM_WORDS
 from engine.scheduler.sequence import Sequence
 from protocol.arrays import Bool, Int32, Int64
 from protocol.block_hash import HASH_WORDS
@@ -44,7 +44,7 @@ class SequenceTable:
     """
 
     def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, eos_token_ids: tuple[int, ...] = ()) -> None:
-        self.loops = _loops()
+        loops_sequences.compile_all()
         num_rows = 2 * max_num_seqs
         """Twice the seats: with two steps in flight a left row stays blocked while its seat is taken again."""
         self.block_size = block_size
@@ -56,10 +56,10 @@ class SequenceTable:
         self.block_tables: Int32 = np.zeros((num_rows, max_num_blocks), np.int32)
         self.chains: Int32 = np.empty((num_rows, max_num_blocks + 1, HASH_WORDS), np.int32)
         """Root hash, then the hashes of the full blocks of its known tokens below `chained`."""
-        self.words = np.zeros(self.loops.NUM_WORDS, np.uint64)
+        self.words = np.zeros(NUM_WORDS, np.uint64)
         """Where blocks are hashed."""
         self.sampling = RowSampling(num_rows)
-        self._state = np.zeros((self.loops.NUM_LINES, max_num_seqs), np.int32)
+        self._state = np.zeros((loops_sequences.NUM_LINES, max_num_seqs), np.int32)
         self.row, self.tokens, self.goal, self.computed, self.capacity, self.limit, self.cap = self._state[:7]
         self.edge, self.chained, self.base, self.attempt, self.fresh, self.ignore_eos, self.offer = self._state[7:]
         self.num: Int32 = np.zeros(max_num_seqs, np.int32)
@@ -107,7 +107,9 @@ class SequenceTable:
             int(request.sampling.ignore_eos),
             int(sequence.kv == "offer"),
         )
-        self.loops.enter(self._state, position, numbers, self.token_ids, self.block_tables, self.chains, tokens, blocks, sequence.chain)
+        loops_sequences.enter(
+            self._state, position, numbers, self.token_ids, self.block_tables, self.chains, tokens, blocks, sequence.chain
+        )
         self.sampling.put(row, request.sampling, base=base, eos_token_ids=self._eos_token_ids)
         self.slot[position] = request.slot
         self.running.append(sequence)
@@ -122,7 +124,7 @@ class SequenceTable:
         if num_known <= num_blocks:
             chain: Int32 = np.empty((num_blocks + 1, HASH_WORDS), np.int32)
             chain[:num_known] = sequence.chain
-            self.loops.extend(chain, num_known, sequence.tokens, self.block_size, self.words)
+            loops_sequences.extend(chain, num_known, sequence.tokens, self.block_size, self.words)
             sequence.chain = chain
 
     def answering(self) -> Bool:
@@ -165,9 +167,9 @@ class SequenceTable:
                 self._left_rows.append((last_step, sequence.row))
         self.request_ids = ids
         left = np.array(gone, np.int32)
-        self.loops.close_gaps(self._state, self.slot, left, len(ids) + len(gone))
+        loops_sequences.close_gaps(self._state, self.slot, left, len(ids) + len(gone))
         for flight in self.flights:
-            self.loops.follow(flight.positions, left)
+            loops_sequences.follow(flight.positions, left)
 
     def committed(self, step: int) -> None:
         """Rows left before or in `step` may be used again."""
@@ -178,12 +180,3 @@ class SequenceTable:
         """Raises ProtocolError unless every row is free."""
         if self.running or self._left_rows or len(self._free_rows) != len(self.token_ids):
             raise ProtocolError(f"{len(self.running)} sequences run and {len(self._left_rows)} rows are kept back in an idle engine")
-
-
-@cache
-def _loops() -> ModuleType:
-    """Imported and compiled when they are first needed, as those of the block manager."""
-    from engine.scheduler import loops_sequences
-
-    loops_sequences.compile_all()
-    return loops_sequences

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.config import EngineConfig
+from engine.scheduler import loops_sequences
 from engine.scheduler.block_manager import BlockManager
 from engine.scheduler.host_pool import HostPool
 from engine.scheduler.outcome import Events
@@ -93,7 +94,7 @@ class SchedulerState:
     def name_filled(self, first: int, end: int) -> None:
         """Makes the blocks findable that the tokens just placed for the positions `first` to `end` - 1 fill up."""
         table = self.table
-        table.loops.name_filled(
+        loops_sequences.name_filled(
             *(*self.blocks.arrays, table.row, table.tokens, table.computed, table.edge, table.chained, table.block_tables),
             *(table.blocks_of_tokens, table.chains, table.num, first, end, table.words),
         )

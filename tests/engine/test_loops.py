@@ -3,11 +3,14 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from engine.scheduler import loops_blocks as blocks
 from engine.scheduler import loops_hash
+from engine.scheduler import loops_sequences as sequences
 from protocol.block_hash import block_hash
 from tests.engine.chain_model import answer_of
 from tests.engine.scheduler_driver import Driver, key_of
@@ -38,12 +41,10 @@ def test_no_step_waits_for_a_compiler() -> None:
     drafts.model.answers[request.key] = answer_of(request.prompt_token_ids.tolist(), 12, max_model_len=64, stops=frozenset())
     drafts.model.num_prompt[request.key] = 9
     drafts.run()
-    blocks, sequences = engine.scheduler.blocks.loops, engine.scheduler._state.table.loops
-    for loop in (blocks.take, blocks.release, blocks.free_kept, blocks.count_free, blocks.find, blocks.name, blocks.forget):
-        assert len(loop.signatures) == 1, loop
-    for loop in (sequences.place, sequences.ration, sequences.name_filled, sequences.launch, sequences.append):
-        assert len(loop.signatures) == 1, loop
-    for loop in (sequences.extend, sequences.enter, sequences.close_gaps, sequences.follow):
+    loops: list[Any] = [blocks.take, blocks.release, blocks.free_kept, blocks.count_free, blocks.find, blocks.name, blocks.forget]
+    loops += [sequences.place, sequences.ration, sequences.name_filled, sequences.launch, sequences.append]
+    loops += [sequences.extend, sequences.enter, sequences.close_gaps, sequences.follow]
+    for loop in loops:
         assert len(loop.signatures) == 1, loop
 
 
@@ -58,13 +59,13 @@ def test_a_block_is_hashed_as_by_hashlib() -> None:
 
 
 def test_positions_close_up_and_flights_follow() -> None:
-    loops = Driver().scheduler._state.table.loops
+    sequences.compile_all()
     state, slot = np.array([[0, 1, 2, 3, 4, 5, 6, 7]] * 2, np.int32), np.arange(10, 18)
     gone = np.array([1, 2, 5], np.int32)
-    loops.close_gaps(state, slot, gone, 7)
+    sequences.close_gaps(state, slot, gone, 7)
     assert [*state[:, :4].tolist(), slot[:4].tolist()] == [[0, 3, 4, 6], [0, 3, 4, 6], [10, 13, 14, 16]]
     positions = np.array([-1, 0, 2, -1, 3, 5, 6], np.int32)
-    loops.follow(positions, gone)
+    sequences.follow(positions, gone)
     assert positions.tolist() == [-1, 0, -1, -1, 1, -1, 3]
 
 

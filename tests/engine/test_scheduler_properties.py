@@ -104,7 +104,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             arrival=float(self.count),
         )
         stops = frozenset(stop) | (frozenset() if ignore_eos else {EOS})
-        answer = answer_of(prompt, max_tokens, max_model_len=self.config.max_model_len, stops=stops)
+        # How long an answer may grow is for the engine to judge that writes it, not for one that offers.
+        longest = length + max_tokens if kind == "offer" else self.config.max_model_len
+        answer = answer_of(prompt, max_tokens, max_model_len=longest, stops=stops)
         if kind == "remote" and len(answer) == 1:
             return
         try:

@@ -13,7 +13,8 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from engine.scheduler import loops_blocks
-from protocol.arrays import Int32, Int64
+from engine.scheduler.loops_blocks import Arrays, BlockIds, Blocks, Counts, Index, Log
+from protocol.arrays import Int32
 from protocol.block_hash import HASH_WORDS, from_rows
 from protocol.errors import ProtocolError
 
@@ -23,7 +24,7 @@ MAX_LOGGED_HASHES = 65536
 MAX_SERIAL = 2**31 - 1
 
 
-NO_BLOCKS: Int32 = np.zeros(0, np.int32)
+NO_BLOCKS = BlockIds(np.zeros(0, np.int32))
 
 
 class BlockManager:
@@ -36,18 +37,18 @@ class BlockManager:
         self.num_external = 0
         """References held outside the scheduler."""
         loops_blocks.compile_all()
-        self._blocks: Int32 = np.zeros((num_blocks, loops_blocks.NUM_COLUMNS), np.int32)
+        self._blocks = Blocks(np.zeros((num_blocks, loops_blocks.NUM_COLUMNS), np.int32))
         self._blocks[:, loops_blocks.TWIN] = loops_blocks.UNNAMED
         self._blocks[1:-1, loops_blocks.NEXT] = np.arange(2, num_blocks)
-        self._index: Int32 = np.zeros((1 << (num_blocks * 3 // 2).bit_length(), 2), np.int32)
-        self._counts: Int64 = np.zeros(loops_blocks.NUM_COUNTS, np.int64)
+        self._index = Index(np.zeros((1 << (num_blocks * 3 // 2).bit_length(), 2), np.int32))
+        self._counts = Counts(np.zeros(loops_blocks.NUM_COUNTS, np.int64))
         self._counts[loops_blocks.BLANK], self._counts[loops_blocks.NUM_BLANK] = 1, num_blocks - 1
-        self._log: Int32 = np.empty((2, MAX_LOGGED_HASHES, HASH_WORDS), np.int32)
-        self.arrays = (self._blocks, self._index, self._counts, self._log)
+        self._log = Log(np.empty((2, MAX_LOGGED_HASHES, HASH_WORDS), np.int32))
+        self.arrays: Arrays = (self._blocks, self._index, self._counts, self._log)
         """As the loops take them."""
         self._num_scheduled = 0
         self._num_committed = 0
-        self._quarantine: deque[tuple[int, int, Int32]] = deque()
+        self._quarantine: deque[tuple[int, int, BlockIds]] = deque()
         """(last step that may touch them, serial number, blocks), oldest first."""
         self._serial = 0
         """Of the last release under a step in flight. Each block carries that of the one that is to free it: the last, if it was hit
@@ -79,7 +80,7 @@ class BlockManager:
 
     # ---- taking and giving back
 
-    def allocate(self, count: int, hits: Int32 = NO_BLOCKS) -> Int32:
+    def allocate(self, count: int, hits: Int32 = NO_BLOCKS) -> BlockIds:
         """One reference to each of `count` blocks: `hits`, as `lookup` found them, and then free ones.
 
         Raises ProtocolError if fewer are free: callers look first.
@@ -89,9 +90,9 @@ class BlockManager:
             raise ProtocolError(f"{count} blocks asked for, {self.num_free} are free")
         return taken
 
-    def allocate_if(self, room: int, count: int, hits: Int32 = NO_BLOCKS) -> Int32 | None:
+    def allocate_if(self, room: int, count: int, hits: Int32 = NO_BLOCKS) -> BlockIds | None:
         """The same if there are enough for `room` >= `count` blocks; else None."""
-        taken: Int32 = np.empty(count, np.int32)
+        taken = BlockIds(np.empty(count, np.int32))
         taken[: len(hits)] = hits
         return taken if loops_blocks.take(*self.arrays, taken, len(hits), room) else None
 
@@ -101,12 +102,12 @@ class BlockManager:
         serial, kept = 0, NO_BLOCKS
         if self._num_scheduled > self._num_committed:
             serial = self._serial = self._serial % MAX_SERIAL + 1
-            kept = np.empty(len(given), np.int32)
+            kept = BlockIds(np.empty(len(given), np.int32))
         count = loops_blocks.release(self._blocks, self._counts, given, serial, kept)
         if count < 0:
             raise ProtocolError(f"block {given[-1 - count]} was freed more often than taken")
         if serial:
-            self._quarantine.append((self._num_scheduled, serial, kept[:count]))
+            self._quarantine.append((self._num_scheduled, serial, BlockIds(kept[:count])))
 
     def free(self, block_ids: Seq[int] | Int32) -> None:
         """`release` for owners outside the scheduler: gives up one of their references to each block."""
@@ -145,7 +146,7 @@ class BlockManager:
 
     def lookup(self, hashes: Int32) -> Int32:
         """Blocks holding the longest known prefix of a chain of hashes. Takes no reference."""
-        hits: Int32 = np.empty(len(hashes), np.int32)
+        hits = BlockIds(np.empty(len(hashes), np.int32))
         return hits[: loops_blocks.find(self._blocks, self._index, hashes, hits)]
 
     def num_free_among(self, blocks: Seq[int] | Int32) -> int:
@@ -154,7 +155,7 @@ class BlockManager:
 
     def insert(self, hashes: Int32, blocks: Seq[int] | Int32) -> None:
         """Makes owned blocks findable, each by its hash; those that already are stay as they are."""
-        named = np.asarray(blocks, np.int32)
+        named = BlockIds(np.asarray(blocks, np.int32))
         if len(named) != len(hashes):
             raise ProtocolError(f"{len(hashes)} hashes for {len(named)} blocks")
         loops_blocks.name(*self.arrays, named, hashes)

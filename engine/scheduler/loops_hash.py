@@ -4,7 +4,7 @@ hashlib takes three times as long, most of it for objects, and a step of 1,024 s
 all the same.
 """
 
-from typing import Any
+from typing import Any, NewType
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from protocol.arrays import Int32, UInt64
 from protocol.block_hash import HASH_BYTES, HASH_WORDS
 
 SOURCES = (__file__, block_hash.__file__)
+
+Chain = NewType("Chain", Int32)
+"""[n + 1, 4]: a root hash, then those of n blocks, each the parent of the next."""
 
 _START = np.array(
     [
@@ -94,13 +97,13 @@ def _compress(words: UInt64, num_bytes: int, last: int) -> None:
         words[STATE + i] ^= words[ROUNDS + i] ^ words[ROUNDS + 8 + i]
 
 
-def _by_hashlib(parent: Int32, tokens: Int32, hashed: Int32, words: UInt64) -> None:
-    hashed[:] = np.frombuffer(block_hash.block_hash(parent.tobytes(), tokens.tobytes()), np.int32)
+def _by_hashlib(chain: Chain, block: int, tokens: Int32, words: UInt64) -> None:
+    chain[block] = np.frombuffer(block_hash.block_hash(chain[block - 1].tobytes(), tokens.tobytes()), np.int32)
 
 
 @compiled_loop(SOURCES, uncompiled=_by_hashlib)
-def hash_block(parent: Int32, tokens: Int32, hashed: Int32, words: UInt64) -> None:
-    """Writes the hash of a block (int32 [4]) to `hashed`. `words` [NUM_WORDS]: space to work in."""
+def hash_block(chain: Chain, block: int, tokens: Int32, words: UInt64) -> None:
+    """Writes chain[block], from the hash before it and the block's tokens. `words` [NUM_WORDS]: space to work in."""
     for i in range(8):
         words[STATE + i] = _START[i]
     words[STATE] ^= _PARAMETERS
@@ -110,9 +113,9 @@ def hash_block(parent: Int32, tokens: Int32, hashed: Int32, words: UInt64) -> No
         for i in range(16):
             words[i] = 0
         for i in range(start, end):
-            word = np.uint64(parent[i] if i < HASH_WORDS else tokens[i - HASH_WORDS]) & _LOW
+            word = np.uint64(chain[block - 1, i] if i < HASH_WORDS else tokens[i - HASH_WORDS]) & _LOW
             words[(i - start) // 2] |= word << _HIGH if i % 2 else word
         _compress(words, 4 * end, end == count)
     for i in range(HASH_WORDS):
         word = words[STATE + i // 2]
-        hashed[i] = np.int32(word >> _HIGH if i % 2 else word & _LOW)
+        chain[block, i] = np.int32(word >> _HIGH if i % 2 else word & _LOW)

@@ -5,6 +5,8 @@ from typing import Literal
 
 import numpy as np
 
+from engine.scheduler.loops_blocks import BlockIds
+from engine.scheduler.loops_hash import Chain
 from protocol.arrays import Int32
 from protocol.messages import GenerateRequest, RequestKey, SamplingParams, TokenLogprobs
 
@@ -71,9 +73,9 @@ class Sequence:
     """Place in the line: lowest first."""
     tokens: Int32
     """Known tokens while it is not running."""
-    chain: Int32
-    """[n, 4] root hash, then the hashes of the full blocks of its known tokens, as far as anybody needed them; while it is not running."""
-    blocks: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))
+    chain: Chain
+    """Up to the full blocks of its known tokens, as far as anybody needed them; while it is not running."""
+    blocks: BlockIds = field(default_factory=lambda: BlockIds(np.zeros(0, np.int32)))
     """Blocks owned while reserved or arrived."""
     num_published: int = 0
     """Blocks from the front whose hash is in the prefix cache, while reserved."""

@@ -9,6 +9,7 @@ from engine.config import EngineConfig
 from engine.scheduler import loops_sequences
 from engine.scheduler.block_manager import BlockManager
 from engine.scheduler.host_pool import HostPool
+from engine.scheduler.loops_sequences import EosTokenIds
 from engine.scheduler.outcome import Events
 from engine.scheduler.preemption import Costs
 from engine.scheduler.sequence import Sequence
@@ -33,7 +34,7 @@ class SchedulerState:
     blocks: BlockManager
     table: SequenceTable
     line: WaitingLine
-    eos_token_ids: Int32
+    eos_token_ids: EosTokenIds
     proposer: Proposer | None
     """None: no drafts."""
     live: dict[RequestKey, Sequence] = field(default_factory=dict)
@@ -93,8 +94,6 @@ class SchedulerState:
 
     def name_filled(self, first: int, end: int) -> None:
         """Makes the blocks findable that the tokens just placed for the positions `first` to `end` - 1 fill up."""
-        table = self.table
-        loops_sequences.name_filled(
-            *(*self.blocks.arrays, table.row, table.tokens, table.computed, table.edge, table.chained, table.block_tables),
-            *(table.blocks_of_tokens, table.chains, table.num, first, end, table.words),
-        )
+        table, arrays = self.table, self.blocks.arrays
+        known, chains = table.blocks_of_tokens, table.chains
+        loops_sequences.name_filled(*arrays, table.state, table.block_tables, known, chains, first, end, table.words)

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import grpc
 import numpy as np
 
-from protocol.messages import Address, End, Envelope, GenerateRequest, Hello, Int64, Message, StepTokens
+from protocol.arrays import Int64
+from protocol.messages import Address, End, Envelope, GenerateRequest, Hello, Message, StepTokens
 from router.config import RouterConfig
 from router.frontdoor import FrontDoor, Model
 from router.router import Router

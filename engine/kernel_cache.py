@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, TypeVar
 
 import llvmlite
 import numba
@@ -22,6 +22,10 @@ from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 
 from engine.cache_dir import cache_dir
+
+F = TypeVar("F", bound=Callable[..., Any])
+Sources = tuple[str, ...]
+"""Paths of the files that machine code is made of: the function's own, and those of what it calls and of the constants it bakes in."""
 
 _log = logging.getLogger(__name__)
 _told = Event()
@@ -106,59 +110,68 @@ def _say_once(problem: str) -> None:
         _log.warning("compiled kernels: %s; compiled in memory, which takes this start some seconds longer", problem)
 
 
-def _folder(py_file: str) -> Path:
-    """<cache>/kernels/<hash of the kernels' source files, this one, the compiler's versions and `PARALLEL`>; not made yet.
+def folder_of(sources: Sources) -> Path:
+    """<cache>/kernels/<hash of the sources, of this file, the compiler's versions and `PARALLEL`>; not made yet.
 
-    Source files are those beside the function's own whose names begin with the same word: kernels call each other across them.
-    Raises OSError where there is no place for a cache.
+    Raises OSError where a source cannot be read or there is no place for a cache.
     """
-    path = Path(py_file)
-    sources = sorted(path.parent.glob(f"{path.stem.partition('_')[0]}_*.py"))
-    source = b"".join(path.read_bytes() for path in (*sources, Path(__file__))) + f"{_VERSIONS} {PARALLEL}".encode()
-    return cache_dir() / "kernels" / hashlib.blake2b(source, digest_size=12).hexdigest()
+    digests = b"".join(_digest(Path(path).read_bytes()) for path in (*sources, __file__))
+    name = hashlib.blake2b(digests + f"{_VERSIONS} {PARALLEL}".encode(), digest_size=12).hexdigest()
+    return cache_dir() / "kernels" / name
 
 
-def variant(function: Callable[..., Any], key: str) -> Callable[..., Any]:
+def variant(function: F, key: str) -> F:
     """The function, named after the constants it closes over. Its symbols carry the name: without it those of two variants, compiled by
     two processes, may be the same, and a third process that loads both would run one for the other."""
     function.__qualname__ += f"_{key}"
     return function
 
 
-def compiled(function: Callable[..., Any], key: str = "") -> Any:
-    """The function compiled by numba on its first call, without the interpreter lock; in memory only where the cache cannot be written.
+def compiled(sources: Sources, key: str = "") -> Callable[[F], F]:
+    """Functions compiled by numba on their first call, without the interpreter lock; in memory only where the cache cannot be written.
 
     `key` names the constants that the function closes over; functions that it calls and that close over any must be `variant`s.
     """
-    if key:
-        function = variant(function, key)
-    return _cached(numba.njit(function, fastmath=True, nogil=True, error_model="numpy", boundscheck=False, parallel=PARALLEL), key)
+
+    def compile_it(function: F) -> F:
+        named = variant(function, key) if key else function
+        kernel: F = _cached(
+            numba.njit(named, fastmath=True, nogil=True, error_model="numpy", boundscheck=False, parallel=PARALLEL), sources, key
+        )
+        return kernel
+
+    return compile_it
 
 
-def compiled_loop(function: Callable[..., Any]) -> Any:
+def compiled_loop(sources: Sources) -> Callable[[F], F]:
     """The same for loops of a microsecond: on one thread, and the interpreter lock is kept, for getting it back may take milliseconds.
 
     They must allocate nothing: numba's counting of array references, which would take longer than some loops, is off.
     """
-    return _cached(numba.njit(function, error_model="numpy", boundscheck=False, _nrt=False), "")
+
+    def compile_it(function: F) -> F:
+        loop: F = _cached(numba.njit(function, error_model="numpy", boundscheck=False, _nrt=False), sources, "")
+        return loop
+
+    return compile_it
 
 
-def _cached(dispatcher: Any, key: str) -> Any:
-    function = dispatcher.py_func
+def _cached(dispatcher: Any, sources: Sources, key: str) -> Any:
+    """The dispatcher itself: to callers it is still the function that it compiles."""
     try:
-        folder = _folder(function.__code__.co_filename)
+        folder = folder_of(sources)
     except OSError as error:
         _say_once(str(error))
     else:
-        dispatcher._cache = KernelCache(function, key, folder)
+        dispatcher._cache = KernelCache(dispatcher.py_func, key, folder)
     return dispatcher
 
 
 @contextmanager
-def one_compiles(py_file: str) -> Iterator[None]:
+def one_compiles(sources: Sources) -> Iterator[None]:
     """Held by one process at a time: the others wait, then find what it compiled. Where nothing can be locked, each compiles for itself."""
     try:
-        folder = _folder(py_file)
+        folder = folder_of(sources)
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT)
     except OSError:

@@ -3,14 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-import numpy as np
-import numpy.typing as npt
-
 from engine.sampling_metadata import SamplingMetadata
+from protocol.arrays import Bool, Int32
 from protocol.messages import TokenLogprobs
-
-Int32 = npt.NDArray[np.int32]
-Bool = npt.NDArray[np.bool_]
 
 
 @dataclass(slots=True, kw_only=True)

@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 
 from engine.sampling_metadata import GREEDY_BELOW, SamplingMetadata
+from protocol.arrays import Float32, Int32, Int64, UInt64
 from protocol.messages import TokenLogprobs
 
 SUM_WIDTH = 256
@@ -31,11 +32,7 @@ SUM_WIDTH = 256
 SORTED_WIDTH = 1024
 """Highest weights looked at first when `top_p` cuts; nearly always enough."""
 
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
-Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
-UInt64 = npt.NDArray[np.uint64]
 
 
 class Contexts(NamedTuple):

@@ -1,27 +1,24 @@
 """How the tokens of each running sequence are chosen: rows of arrays, shared by the scheduler's table and the runner."""
 
 import numpy as np
-import numpy.typing as npt
 
+from protocol.arrays import Bool, Float32, Int32, UInt64
 from protocol.messages import SamplingParams
 
 GREEDY_BELOW = 1e-5
 """Temperatures below it choose the likeliest token: dividing by them would overflow."""
-
-Int32 = npt.NDArray[np.int32]
-Float32 = npt.NDArray[np.float32]
 
 
 class SamplingMetadata:
     """Arrays [num_rows], written when a sequence takes its row and left as they are until the next one does."""
 
     def __init__(self, num_rows: int) -> None:
-        self.special: npt.NDArray[np.bool_] = np.zeros(num_rows, np.bool_)
+        self.special: Bool = np.zeros(num_rows, np.bool_)
         """Rows that want more than the likeliest token. Elsewhere only `temperatures`, `seeds` and `answer_bases` are kept up to date."""
         self.num_special = 0
         """Of the sequences that run now."""
         self.temperatures: Float32 = np.zeros(num_rows, np.float32)
-        self.seeds: npt.NDArray[np.uint64] = np.zeros(num_rows, np.uint64)
+        self.seeds: UInt64 = np.zeros(num_rows, np.uint64)
         self.answer_bases: Int32 = np.zeros(num_rows, np.int32)
         """The token at position p of a row has index `answer_bases[row] + p` in the whole answer; below 0: it belongs to the prompt."""
         self.top_ks: Int32 = np.zeros(num_rows, np.int32)

@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from protocol.arrays import Int64
 from protocol.errors import PullFailed
-
-Int64 = npt.NDArray[np.int64]
 
 
 def checked_pairs(src_blocks: Sequence[int], num_src_blocks: int, dst_blocks: Sequence[int], num_dst_blocks: int) -> tuple[Int64, Int64]:

@@ -6,12 +6,10 @@ barrier, then frees the block. So whoever still sees the word has read bytes of 
 
 import threading
 
-import numpy as np
-import numpy.typing as npt
-
+from protocol.arrays import UInt64
 from protocol.errors import CapacityError
 
-Words = npt.NDArray[np.uint64]
+Words = UInt64
 """uint64 [num_slots]; 0 where no lease is live."""
 
 _fence = threading.Lock()

@@ -10,14 +10,13 @@ import hashlib
 from collections.abc import Iterable
 
 import numpy as np
-import numpy.typing as npt
+
+from protocol.arrays import Int32
 
 HASH_BYTES = 16
 HASH_WORDS = HASH_BYTES // 4
 _EMPTY = hashlib.blake2b(digest_size=HASH_BYTES)
 """Copied for every hash: twice as fast as a constructor with arguments."""
-
-Int32 = npt.NDArray[np.int32]
 
 
 def root_hash(model_fingerprint: bytes, cache_salt: str = "") -> bytes:

@@ -22,13 +22,9 @@ Sender, receiver and sequence number travel in the `Envelope`. Times are duratio
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
+from protocol.arrays import Int32 as Int32
+from protocol.arrays import Int64 as Int64
 from protocol.histogram import Distribution
-
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
 
 ROUTER_ID = "router"
 

@@ -3,8 +3,9 @@
 import heapq
 from dataclasses import dataclass
 
+from protocol.arrays import Int32
 from protocol.errors import DeadlineExceeded, InvalidRequest, Overloaded
-from protocol.messages import Hello, Int32, SamplingParams
+from protocol.messages import Hello, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,9 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from google.protobuf.message import DecodeError, Message
 
+from protocol.arrays import Int32
 from protocol.errors import InvalidRequest
-from protocol.messages import Int32, SamplingParams
+from protocol.messages import SamplingParams
 from router.admission import ClientRequest
 from router.tokenizer import Tokenizer
 from twopass.proto import twopass_pb2 as pb

@@ -16,8 +16,8 @@ import tokenizers
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from protocol.arrays import Int32
 from protocol.errors import InvalidRequest, ModelError
-from protocol.messages import Int32
 
 
 def _byte_characters() -> dict[str, int]:

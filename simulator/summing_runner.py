@@ -1,28 +1,45 @@
 """The arithmetic model for speed: the same tokens without a cache."""
 
 from functools import cache
+from typing import NewType
 
 import numpy as np
-import numpy.typing as npt
 
-from engine.loops_compile import compiled_loop, one_compiles
+from engine.loops_compile import compiled_loop, one_compiles, put_compiled
 from engine.runner import Batch, StepOutput
+from engine.runners import arithmetic_model
 from engine.runners.arithmetic import ArithmeticRunner
 from engine.runners.arithmetic_model import MULTIPLIER, PRIME, VOCAB_SIZE
+from protocol.arrays import Bool, Int32, Int64
 
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
-Bool = npt.NDArray[np.bool_]
+SOURCES = (__file__, arithmetic_model.__file__)
+
+Rows = NewType("Rows", Int32)
+NumComputed = NewType("NumComputed", Int32)
+NumScheduled = NewType("NumScheduled", Int32)
+TokenIds = NewType("TokenIds", Int32)
+Sums = NewType("Sums", Int64)
+"""[NUM_LINES, num_rows] kv over so many first positions."""
+
+SUM, NUM_SUMMED = range(2)
+NUM_LINES = 2
 
 
-@compiled_loop
+@compiled_loop(SOURCES)
 def sum_up(
-    rows: Int32, num_computed: Int32, num_scheduled: Int32, sample: Bool, token_ids: Int32, sums: Int64, num_summed: Int64, targets: Int32
+    rows: Rows,
+    num_computed: NumComputed,
+    num_scheduled: NumScheduled,
+    sample: Bool,
+    token_ids: TokenIds,
+    state: Sums,
+    targets: Int32,
 ) -> None:
     """Brings the sum of each row of a batch up to its last scheduled token and writes the token that the model says after that.
 
-    `sums`, `num_summed`: [num_rows] kv over so many first positions; a row that changed hands begins anew. `targets`: [B, 1].
+    A row that changed hands begins anew. `targets`: [B, 1].
     """
+    sums, num_summed = state[SUM], state[NUM_SUMMED]
     for i in range(len(rows)):
         row, end = rows[i], num_computed[i] + num_scheduled[i]
         if num_summed[row] != num_computed[i]:
@@ -36,9 +53,10 @@ def sum_up(
 @cache
 def compile_all() -> None:
     """Calls the loop once, with nothing to do."""
-    line, plane, sums = np.zeros(0, np.int32), np.zeros((0, 0), np.int32), np.zeros(0, np.int64)
-    with one_compiles(__file__):
-        sum_up(line, line, line, np.zeros(0, np.bool_), plane, sums, sums, plane)
+    line, plane, sums = np.zeros(0, np.int32), np.zeros((0, 0), np.int32), Sums(np.zeros((NUM_LINES, 0), np.int64))
+    put_compiled(globals())
+    with one_compiles(SOURCES):
+        sum_up(Rows(line), NumComputed(line), NumScheduled(line), np.zeros(0, np.bool_), TokenIds(plane), sums, plane)
 
 
 class SummingRunner(ArithmeticRunner):
@@ -50,12 +68,12 @@ class SummingRunner(ArithmeticRunner):
     def __init__(self, cache: Int64, *, num_host_blocks: int = 0) -> None:
         super().__init__(cache, num_host_blocks=num_host_blocks)
         compile_all()
-        self._state = np.zeros((2, 0), np.int64)
-        """`sums` and `num_summed`."""
+        self._sums = Sums(np.zeros((NUM_LINES, 0), np.int64))
 
     def execute(self, batch: Batch) -> StepOutput:
-        if not self._state.size:
-            self._state = np.zeros((2, len(batch.token_ids)), np.int64)
-        targets = np.empty((len(batch.rows), 1), np.int32)
-        sum_up(batch.rows, batch.num_computed, batch.num_scheduled, batch.sample, batch.token_ids, *self._state, targets)
+        if not self._sums.size:
+            self._sums = Sums(np.zeros((NUM_LINES, len(batch.token_ids)), np.int64))
+        rows, num_computed, num_scheduled = Rows(batch.rows), NumComputed(batch.num_computed), NumScheduled(batch.num_scheduled)
+        targets = np.empty((len(rows), 1), np.int32)
+        sum_up(rows, num_computed, num_scheduled, batch.sample, TokenIds(batch.token_ids), self._sums, targets)
         return StepOutput(token_ids=targets, counts=batch.sample.astype(np.int32))

@@ -4,13 +4,13 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from bench.gpu.report import Item, Note, Problem
 from engine.config import EngineConfig
 from engine.runner import Runner
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import Request
+from protocol.arrays import Int32
 from protocol.messages import RequestKey, SamplingParams
 from router.admission import ClientRequest
 
@@ -47,7 +47,7 @@ def compare(what: str, requests: Sequence[ClientRequest], expected: Answers, ans
     return items
 
 
-def margin_over(runner: Runner, token_ids: npt.NDArray[np.int32], other: int) -> float:
+def margin_over(runner: Runner, token_ids: Int32, other: int) -> float:
     """By how much the likeliest next token's logit is above that of `other`; infinite where that is not among the first ten."""
     config = EngineConfig(max_num_batched_tokens=MAX_TOKENS, max_num_seqs=1, max_model_len=MAX_TOKENS)
     scheduler = Scheduler(config, num_blocks=2 + MAX_TOKENS // config.block_size)

@@ -14,6 +14,7 @@ from bench.gpu.setting import Setting
 from engine import sampling as on_cpu
 from engine.kernels import block_copy, reference, rms_norm, rope_and_cache, sampling, silu_and_mul
 from engine.sampling_metadata import SamplingMetadata
+from protocol.arrays import Int32
 from protocol.messages import SamplingParams
 
 LIMIT = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
@@ -209,7 +210,7 @@ def _sampling(setting: Setting) -> Iterator[Item]:
         yield Problem(f"sample: {num_unlike} of {num_rows} rows chose another token than the CPU")
 
 
-def _choose_on_device(setting: Setting, logits: torch.Tensor, table: SamplingMetadata, contexts: on_cpu.Contexts) -> npt.NDArray[np.int32]:
+def _choose_on_device(setting: Setting, logits: torch.Tensor, table: SamplingMetadata, contexts: on_cpu.Contexts) -> Int32:
     def put(array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(setting.device)
 

@@ -1,20 +1,17 @@
 """The shipped fake: runs the model of arithmetic_model.py over a paged cache."""
 
 from collections.abc import Callable
-from functools import cache
-from types import ModuleType
 
 import numpy as np
-import numpy.typing as npt
 
 from engine.runner import Batch, StepOutput
+from engine.runners import arithmetic_loops as loops
+from engine.runners.arithmetic_loops import BlockTables, Newest, Seeds, Targets, TokenIds, Work
 from engine.runners.arithmetic_model import PRIME, VOCAB_SIZE, expected_logprobs
 from engine.runners.host_copies import HostCopies, nothing_sampled
 from engine.sampling_metadata import GREEDY_BELOW
+from protocol.arrays import Int32, Int64
 from protocol.messages import TokenLogprobs
-
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
 
 
 class ArithmeticRunner:
@@ -36,28 +33,24 @@ class ArithmeticRunner:
         self._cache = cache
         self._vocab_size = vocab_size
         self._step_seconds = step_seconds
-        self._loops = _loops()
+        loops.compile_all()
         self.copies = HostCopies(cache, num_host_blocks)
-        self._last = np.zeros(0, np.int32)
-        """[num_rows] the newest token of every row, for batches in which it is still pending."""
+        self._newest = Newest(np.zeros(0, np.int32))
+        """For batches in which it is still pending."""
 
     def execute(self, batch: Batch) -> StepOutput:
         swapped_bytes, swap_seconds = self.copies.run(batch)
         size = len(batch.rows)
         if not size:
             return nothing_sampled(swapped_bytes, swap_seconds)
-        if len(self._last) < len(batch.token_ids):  # before it is read, too: the step before may have failed
-            self._last = np.resize(self._last, len(batch.token_ids))
-        num_drafts = batch.num_drafts if batch.num_drafts is not None else np.zeros(size, np.int32)
-        pending = batch.pending if batch.pending is not None else np.zeros(size, np.bool_)
-        shared = self._last, batch.token_ids, batch.block_tables
-        self._loops.write(self._cache, batch.rows, batch.num_computed, batch.num_scheduled, pending, *shared)
-        token_ids, counts = np.zeros((size, 1 + num_drafts.max()), np.int32), np.empty(size, np.int32)
-        num_known = batch.num_computed + batch.num_scheduled - num_drafts
-        self._loops.sample(
-            *(self._cache, batch.rows, num_known, num_drafts, batch.sample, *_noise(batch), *shared),
-            *(self._vocab_size, token_ids, counts),
-        )
+        if len(self._newest) < len(batch.token_ids):  # before it is read, too: the step before may have failed
+            self._newest = Newest(np.resize(self._newest, len(batch.token_ids)))
+        work, seeds = _work(batch), _seeds(batch)
+        shared = self._newest, TokenIds(batch.token_ids), BlockTables(batch.block_tables)
+        loops.write(self._cache, work, *shared)
+        token_ids = Targets(np.zeros((size, 1 + work[loops.NUM_DRAFTS].max()), np.int32))
+        counts = np.empty(size, np.int32)
+        loops.sample(self._cache, work, seeds, *shared, self._vocab_size, token_ids, counts)
         seconds = self._step_seconds(batch) if self._step_seconds else 0.0
         return StepOutput(
             token_ids=token_ids,
@@ -78,19 +71,23 @@ class ArithmeticRunner:
         }
 
 
-def _noise(batch: Batch) -> tuple[Int64, Int32]:
-    """(seed, index in the whole answer less position) of each sequence, [B]; a greedy one's seed is 0."""
+def _work(batch: Batch) -> Work:
+    work = Work(np.zeros((loops.NUM_LINES, len(batch.rows)), np.int32))
+    work[loops.ROW] = batch.rows
+    work[loops.NUM_COMPUTED] = batch.num_computed
+    work[loops.NUM_SCHEDULED] = batch.num_scheduled
+    work[loops.SAMPLED] = batch.sample
+    if batch.num_drafts is not None:
+        work[loops.NUM_DRAFTS] = batch.num_drafts
+    if batch.pending is not None:
+        work[loops.PENDING] = batch.pending
+    if batch.sampling is not None:
+        work[loops.BASE] = batch.sampling.answer_bases[batch.rows]
+    return work
+
+
+def _seeds(batch: Batch) -> Seeds:
     if batch.sampling is None:
-        return np.zeros(len(batch.rows), np.int64), np.zeros(len(batch.rows), np.int32)
+        return Seeds(np.zeros(len(batch.rows), np.int64))
     sampling, rows = batch.sampling, batch.rows
-    seeds = np.where(sampling.temperatures[rows] >= GREEDY_BELOW, sampling.seeds[rows] % PRIME, 0).astype(np.int64)
-    return seeds, sampling.answer_bases[rows].astype(np.int32)
-
-
-@cache
-def _loops() -> ModuleType:
-    """Imported and compiled for the first runner: a process that only names this class, as the cluster's does, needs no compiler."""
-    from engine.runners import arithmetic_loops
-
-    arithmetic_loops.compile_all()
-    return arithmetic_loops
+    return Seeds(np.where(sampling.temperatures[rows] >= GREEDY_BELOW, sampling.seeds[rows] % PRIME, 0).astype(np.int64))

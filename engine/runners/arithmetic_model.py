@@ -17,13 +17,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from protocol.arrays import Int64
 from protocol.messages import TokenLogprobs
 
 PRIME = 2**31 - 1
 MULTIPLIER = 742938285
 VOCAB_SIZE = 32_000
-
-Int64 = npt.NDArray[np.int64]
 
 
 def kv_layout_fields(block_size: int, vocab_size: int = VOCAB_SIZE) -> dict[str, Any]:

@@ -11,7 +11,10 @@ from typing import Any
 from numba import prange
 
 from engine.kernel_cache import compiled
+from engine.runners import cpu_simd
 from engine.runners.cpu_simd import has_feature, make_dots
+
+SOURCES = (__file__, cpu_simd.__file__)
 
 TERMS = 32
 """A hidden size is a multiple of this."""
@@ -49,5 +52,4 @@ def make_head(hidden: int, *, pairs: bool = PAIRS, wide: bool = WIDE) -> Callabl
                     for c in range(whole, last):
                         dot(from_x + r * BYTES, from_weights + c * BYTES, to + (r * vocab_size + c) * 4, vocab_size)
 
-    compiled_head: Callable[..., None] = compiled(head, f"{hidden}_{'pairs' if pairs else 'widened'}_{ACROSS}")
-    return compiled_head
+    return compiled(SOURCES, f"{hidden}_{'pairs' if pairs else 'widened'}_{ACROSS}")(head)

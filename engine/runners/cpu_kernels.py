@@ -13,6 +13,7 @@ from numba import prange, types
 from numba.extending import intrinsic, overload, register_jitable
 
 from engine.kernel_cache import compiled, variant
+from engine.runners import cpu_simd
 from engine.runners.cpu_simd import (
     WIDTH,
     make_dot_keys,
@@ -22,6 +23,8 @@ from engine.runners.cpu_simd import (
     make_weigh_values,
     make_widen_row,
 )
+
+SOURCES = (__file__, cpu_simd.__file__)
 
 KEY_TILE = 128
 """Keys handled at a time by a prompt tile: scores and the tile's K and V stay in the L2 cache."""
@@ -308,8 +311,7 @@ def make_attention(head_dim: int, group: int, block_size: int, bf16: bool) -> Ca
                 else:
                     attend_tile(t0, num, head, tables[sequence], position, q, out, cache, layer, work[b])
 
-    compiled_attention: Callable[..., None] = compiled(attention, key)
-    return compiled_attention
+    return compiled(SOURCES, key)(attention)
 
 
 def tile_rows(group: int) -> int:
@@ -334,7 +336,7 @@ def norm_row(h: Any, row: int, weight: Any, eps: Any, out: Any) -> None:
         store(out, row, i, h[row, i] * scale * weight[i])
 
 
-@compiled
+@compiled(SOURCES)
 def norm(h: Any, weight: Any, eps: Any, out: Any) -> None:
     """RMS norm of every row of h [T, hidden]."""
     for row in prange(h.shape[0]):
@@ -355,7 +357,7 @@ def norm_heads_row(x: Any, row: int, weight: Any, eps: Any) -> None:
             store(x, row, column + d, load(x[row, column + d]) * scale * weight[head, d])
 
 
-@compiled
+@compiled(SOURCES)
 def norm_heads(x: Any, weight: Any, eps: Any) -> None:
     """RMS norm, in place, of each of the leading heads of every row; `weight` [heads, head_dim], x [T, at least heads * head_dim]."""
     if x.shape[0] < 8:
@@ -373,7 +375,7 @@ def add_norm_row(h: Any, row: int, delta: Any, weight: Any, eps: Any, out: Any) 
     norm_row(h, row, weight, eps, out)
 
 
-@compiled
+@compiled(SOURCES)
 def add_norm(h: Any, delta: Any, weight: Any, eps: Any, out: Any) -> None:
     """h += delta, then its norm. Few rows are not worth waking threads for."""
     if h.shape[0] < 16:
@@ -392,7 +394,7 @@ def silu_mul_row(gate_up: Any, row: int, out: Any) -> None:
         store(out, row, i, up * gate / (np.float32(1.0) + exp2(-gate * LOG2E)))
 
 
-@compiled
+@compiled(SOURCES)
 def silu_mul(gate_up: Any, out: Any) -> None:
     """out[T, inner] = silu(gate_up[:, :inner]) * gate_up[:, inner:]."""
     if out.shape[0] < 8:

@@ -7,16 +7,15 @@ size on the host and copied there. On CPU tensors nothing is captured; the padde
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from engine.runners.cuda_forward import DeviceStep
 from engine.runners.step_plan import StepPlan
+from protocol.arrays import Int32
 
 TOKEN_IDS, POSITIONS, SLOTS, CONTEXTS, STARTS = range(5)
 
 Forward = Callable[[DeviceStep], torch.Tensor | None]
-Int32 = npt.NDArray[np.int32]
 
 
 def packed_decodes(plan: StepPlan | None, size: int) -> Int32:

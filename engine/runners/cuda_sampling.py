@@ -15,12 +15,11 @@ import torch
 from engine.kernels import sampling as kernels
 from engine.sampling import Contexts
 from engine.sampling_metadata import SamplingMetadata
+from protocol.arrays import Int32, Int64
 from protocol.messages import TokenLogprobs
 
 Array = npt.NDArray[Any]
 Arrays = dict[str, Array]
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
 
 SAMPLED = ("temperatures", "top_ps", "min_ps", "top_ks", "seeds", "indices")
 PENALTIES = ("repetitions", "presences", "frequencies")

@@ -7,11 +7,10 @@ import numpy.typing as npt
 
 from engine.runner import StepOutput
 from engine.runners.step_plan import StepPlan
+from protocol.arrays import Int32, Int64
 from protocol.messages import TokenLogprobs
 
 Int = npt.NDArray[np.integer[Any]]
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
 
 
 def num_accepted(drafts: Int, num_drafts: Int, targets: Int) -> Int64:

@@ -10,11 +10,11 @@ from engine.models.llama import LlamaModel, float32_logits
 from engine.runners import cpu_head, cpu_kernels
 from engine.runners.cpu_kernels import supports
 from engine.runners.step_plan import StepPlan
+from protocol.arrays import Int64
 
 __all__ = ["NumbaOps", "supports", "work_items"]
 
 Array = npt.NDArray[np.generic]
-Int64 = npt.NDArray[np.int64]
 
 
 class NumbaOps:
@@ -41,7 +41,7 @@ class NumbaOps:
         self._attention = cpu_kernels.make_attention(config.head_dim, self._group, self._block_size, model.dtype is torch.bfloat16)
         self._head = cpu_head.make_head(config.hidden_size) if _has_head(model) else None
         self._grow(16)
-        with one_compiles(cpu_kernels.__file__):
+        with one_compiles(cpu_kernels.SOURCES):
             self._compile()
 
     def begin(self, plan: StepPlan) -> None:

@@ -3,12 +3,9 @@
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from engine.runner import Batch
-
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
+from protocol.arrays import Int32, Int64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,16 +1,13 @@
 """The second part of a schedule: who enters. Arrived sequences first, then the line, whose head alone is ever looked at."""
 
-import numpy as np
-import numpy.typing as npt
-
 from engine.scheduler.block_manager import NO_BLOCKS
+from engine.scheduler.loops_blocks import BlockIds
 from engine.scheduler.outcome import Reserved
 from engine.scheduler.sequence import Request, Sequence
 from engine.scheduler.sequence_table import NEVER
 from engine.scheduler.state import SchedulerState
+from protocol.arrays import Int32
 from protocol.errors import InvalidRequest
-
-Int32 = npt.NDArray[np.int32]
 
 
 def check_servable(state: SchedulerState, request: Request) -> None:
@@ -126,13 +123,13 @@ def _lookup(state: SchedulerState, sequence: Sequence, max_num_tokens: int) -> I
     return state.blocks.lookup(sequence.chain[1 : limit + 1])
 
 
-def _allocate(state: SchedulerState, room: int, count: int, hits: Int32) -> Int32 | None:
+def _allocate(state: SchedulerState, room: int, count: int, hits: Int32) -> BlockIds | None:
     """`count` blocks, `hits` first, if there is room for `room` blocks, and the watermark to spare while anything runs."""
     spare = int(state.config.watermark * state.blocks.num_blocks) if len(state.table) else 0
     return state.blocks.allocate_if(room + spare, count, hits)
 
 
-def _seat(state: SchedulerState, sequence: Sequence, computed: int, blocks: Int32, *, hashed: int) -> int:
+def _seat(state: SchedulerState, sequence: Sequence, computed: int, blocks: BlockIds, *, hashed: int) -> int:
     """Returns its position. `hashed`: tokens below which every full block can be found already."""
     size = state.config.block_size
     if sequence.kv == "offer":

@@ -9,12 +9,12 @@ Lists of blocks may be any sequences of ints; int32 arrays cost least. Hashes ar
 
 from collections import deque
 from collections.abc import Sequence as Seq
-from functools import cache
-from types import ModuleType
 
 import numpy as np
-import numpy.typing as npt
 
+from engine.scheduler import loops_blocks
+from engine.scheduler.loops_blocks import Arrays, BlockIds, Blocks, Counts, Index, Log
+from protocol.arrays import Int32
 from protocol.block_hash import HASH_WORDS, from_rows
 from protocol.errors import ProtocolError
 
@@ -23,9 +23,8 @@ MAX_LOGGED_HASHES = 65536
 
 MAX_SERIAL = 2**31 - 1
 
-Int32 = npt.NDArray[np.int32]
 
-NO_BLOCKS: Int32 = np.zeros(0, np.int32)
+NO_BLOCKS = BlockIds(np.zeros(0, np.int32))
 
 
 class BlockManager:
@@ -37,19 +36,19 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.num_external = 0
         """References held outside the scheduler."""
-        self.loops = loops = _loops()
-        self._blocks: Int32 = np.zeros((num_blocks, loops.NUM_COLUMNS), np.int32)
-        self._blocks[:, loops.TWIN] = loops.UNNAMED
-        self._blocks[1:-1, loops.NEXT] = np.arange(2, num_blocks)
-        self._index: Int32 = np.zeros((1 << (num_blocks * 3 // 2).bit_length(), 2), np.int32)
-        self._counts: npt.NDArray[np.int64] = np.zeros(loops.NUM_COUNTS, np.int64)
-        self._counts[loops.BLANK], self._counts[loops.NUM_BLANK] = 1, num_blocks - 1
-        self._log: Int32 = np.empty((2, MAX_LOGGED_HASHES, HASH_WORDS), np.int32)
-        self.arrays = (self._blocks, self._index, self._counts, self._log)
-        """As `loops` takes them."""
+        loops_blocks.compile_all()
+        self._blocks = Blocks(np.zeros((num_blocks, loops_blocks.NUM_COLUMNS), np.int32))
+        self._blocks[:, loops_blocks.TWIN] = loops_blocks.UNNAMED
+        self._blocks[1:-1, loops_blocks.NEXT] = np.arange(2, num_blocks)
+        self._index = Index(np.zeros((1 << (num_blocks * 3 // 2).bit_length(), 2), np.int32))
+        self._counts = Counts(np.zeros(loops_blocks.NUM_COUNTS, np.int64))
+        self._counts[loops_blocks.BLANK], self._counts[loops_blocks.NUM_BLANK] = 1, num_blocks - 1
+        self._log = Log(np.empty((2, MAX_LOGGED_HASHES, HASH_WORDS), np.int32))
+        self.arrays: Arrays = (self._blocks, self._index, self._counts, self._log)
+        """As the loops take them."""
         self._num_scheduled = 0
         self._num_committed = 0
-        self._quarantine: deque[tuple[int, int, Int32]] = deque()
+        self._quarantine: deque[tuple[int, int, BlockIds]] = deque()
         """(last step that may touch them, serial number, blocks), oldest first."""
         self._serial = 0
         """Of the last release under a step in flight. Each block carries that of the one that is to free it: the last, if it was hit
@@ -64,16 +63,16 @@ class BlockManager:
     @property
     def num_free(self) -> int:
         """Blocks that may be taken now, cached ones included."""
-        return int(self._counts[self.loops.NUM_BLANK] + self._counts[self.loops.NUM_CACHED])
+        return int(self._counts[loops_blocks.NUM_BLANK] + self._counts[loops_blocks.NUM_CACHED])
 
     @property
     def num_cached(self) -> int:
         """Free blocks whose content can still be hit."""
-        return int(self._counts[self.loops.NUM_CACHED])
+        return int(self._counts[loops_blocks.NUM_CACHED])
 
     @property
     def num_quarantined(self) -> int:
-        return int(self._counts[self.loops.NUM_KEPT])
+        return int(self._counts[loops_blocks.NUM_KEPT])
 
     @property
     def num_owned(self) -> int:
@@ -81,7 +80,7 @@ class BlockManager:
 
     # ---- taking and giving back
 
-    def allocate(self, count: int, hits: Int32 = NO_BLOCKS) -> Int32:
+    def allocate(self, count: int, hits: Int32 = NO_BLOCKS) -> BlockIds:
         """One reference to each of `count` blocks: `hits`, as `lookup` found them, and then free ones.
 
         Raises ProtocolError if fewer are free: callers look first.
@@ -91,11 +90,11 @@ class BlockManager:
             raise ProtocolError(f"{count} blocks asked for, {self.num_free} are free")
         return taken
 
-    def allocate_if(self, room: int, count: int, hits: Int32 = NO_BLOCKS) -> Int32 | None:
+    def allocate_if(self, room: int, count: int, hits: Int32 = NO_BLOCKS) -> BlockIds | None:
         """The same if there are enough for `room` >= `count` blocks; else None."""
-        taken: Int32 = np.empty(count, np.int32)
+        taken = BlockIds(np.empty(count, np.int32))
         taken[: len(hits)] = hits
-        return taken if self.loops.take(*self.arrays, taken, len(hits), room) else None
+        return taken if loops_blocks.take(*self.arrays, taken, len(hits), room) else None
 
     def release(self, blocks: Seq[int] | Int32) -> None:
         """Gives up one reference to each block of one owner, given in sequence order (no block twice); the tail becomes reusable first."""
@@ -103,12 +102,12 @@ class BlockManager:
         serial, kept = 0, NO_BLOCKS
         if self._num_scheduled > self._num_committed:
             serial = self._serial = self._serial % MAX_SERIAL + 1
-            kept = np.empty(len(given), np.int32)
-        count = self.loops.release(self._blocks, self._counts, given, serial, kept)
+            kept = BlockIds(np.empty(len(given), np.int32))
+        count = loops_blocks.release(self._blocks, self._counts, given, serial, kept)
         if count < 0:
             raise ProtocolError(f"block {given[-1 - count]} was freed more often than taken")
         if serial:
-            self._quarantine.append((self._num_scheduled, serial, kept[:count]))
+            self._quarantine.append((self._num_scheduled, serial, BlockIds(kept[:count])))
 
     def free(self, block_ids: Seq[int] | Int32) -> None:
         """`release` for owners outside the scheduler: gives up one of their references to each block."""
@@ -141,39 +140,39 @@ class BlockManager:
         self._num_committed += 1
         while self._quarantine and self._quarantine[0][0] <= self._num_committed:
             _, serial, kept = self._quarantine.popleft()
-            self.loops.free_kept(self._blocks, self._counts, kept, serial)
+            loops_blocks.free_kept(self._blocks, self._counts, kept, serial)
 
     # ---- prefix cache
 
     def lookup(self, hashes: Int32) -> Int32:
         """Blocks holding the longest known prefix of a chain of hashes. Takes no reference."""
-        hits: Int32 = np.empty(len(hashes), np.int32)
-        return hits[: self.loops.find(self._blocks, self._index, hashes, hits)]
+        hits = BlockIds(np.empty(len(hashes), np.int32))
+        return hits[: loops_blocks.find(self._blocks, self._index, hashes, hits)]
 
     def num_free_among(self, blocks: Seq[int] | Int32) -> int:
         """How many of these blocks count as free now: acquiring them uses them up."""
-        return int(self.loops.count_free(self._blocks, np.asarray(blocks, np.int32))) if len(blocks) else 0
+        return int(loops_blocks.count_free(self._blocks, np.asarray(blocks, np.int32))) if len(blocks) else 0
 
     def insert(self, hashes: Int32, blocks: Seq[int] | Int32) -> None:
         """Makes owned blocks findable, each by its hash; those that already are stay as they are."""
-        named = np.asarray(blocks, np.int32)
+        named = BlockIds(np.asarray(blocks, np.int32))
         if len(named) != len(hashes):
             raise ProtocolError(f"{len(hashes)} hashes for {len(named)} blocks")
-        self.loops.name(*self.arrays, named, hashes)
+        loops_blocks.name(*self.arrays, named, hashes)
 
     def forget(self, blocks: Seq[int] | Int32) -> None:
         """Makes blocks unfindable; those that are stay so."""
-        self.loops.forget(*self.arrays, np.asarray(blocks, np.int32))
+        loops_blocks.forget(*self.arrays, np.asarray(blocks, np.int32))
 
     def visible(self) -> dict[bytes, int]:
         """What `lookup` can find: block by hash. A copy, for checks."""
         blocks = self._index[self._index[:, 0] > 0, 0]
-        hashes = self._blocks[blocks, self.loops.HASH : self.loops.HASH + HASH_WORDS]
+        hashes = self._blocks[blocks, loops_blocks.HASH : loops_blocks.HASH + HASH_WORDS]
         return dict(zip(from_rows(hashes), blocks.tolist(), strict=True))
 
     def references(self) -> Int32:
         """How many own each block: int32 [num_blocks]. For checks."""
-        return np.maximum(self._blocks[:, self.loops.REFERENCES], 0)
+        return np.maximum(self._blocks[:, loops_blocks.REFERENCES], 0)
 
     def all_owned(self, block_ids: Seq[int] | Int32) -> bool:
         """Whether every one of these blocks has an owner: nobody else can get it. For checks."""
@@ -181,19 +180,19 @@ class BlockManager:
 
     def take_hash_changes(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
         """Hashes (added, removed) since the last call, each at most `MAX_LOGGED_HASHES`; one in both lists may be either now."""
-        counts = self._counts[[self.loops.NUM_ADDED, self.loops.NUM_REMOVED]].tolist()
-        self._counts[[self.loops.NUM_ADDED, self.loops.NUM_REMOVED]] = 0
+        counts = self._counts[[loops_blocks.NUM_ADDED, loops_blocks.NUM_REMOVED]].tolist()
+        self._counts[[loops_blocks.NUM_ADDED, loops_blocks.NUM_REMOVED]] = 0
         added, removed = (from_rows(log[: min(count, len(log))]) for log, count in zip(self._log, counts, strict=True))
         return added, removed
 
     def free_in_order(self) -> list[int]:
         """Free blocks as they would be taken: blank ones, then cached ones. For checks."""
-        blank = self._follow(int(self._counts[self.loops.BLANK]), self.num_free - self.num_cached)
-        return blank + self._follow(int(self._blocks[0, self.loops.NEXT]), self.num_cached)
+        blank = self._follow(int(self._counts[loops_blocks.BLANK]), self.num_free - self.num_cached)
+        return blank + self._follow(int(self._blocks[0, loops_blocks.NEXT]), self.num_cached)
 
     def check(self) -> None:
         """Every block is in exactly one place. Raises ProtocolError."""
-        references, named = self._blocks[:, self.loops.REFERENCES], self._blocks[:, self.loops.TWIN] != self.loops.UNNAMED
+        references, named = self._blocks[:, loops_blocks.REFERENCES], self._blocks[:, loops_blocks.TWIN] != loops_blocks.UNNAMED
         free = self.free_in_order()
         if len(set(free)) != len(free) or 0 in free or references[free].any():
             raise ProtocolError("a free block is owned, listed twice, or block 0")
@@ -208,16 +207,7 @@ class BlockManager:
         blocks: list[int] = []
         for _ in range(count):
             blocks.append(block)
-            block = int(self._blocks[block, self.loops.NEXT])
+            block = int(self._blocks[block, loops_blocks.NEXT])
         if block:
             raise ProtocolError(f"{count} free blocks are counted, but the last is followed by {block}")
         return blocks
-
-
-@cache
-def _loops() -> ModuleType:
-    """Imported and compiled when they are first needed: most of a second, on a machine's first run some."""
-    from engine.scheduler import loops_blocks
-
-    loops_blocks.compile_all()
-    return loops_blocks

@@ -1,30 +1,38 @@
 """The loops over blocks, compiled: a step that lets two sequences in and two out moves some two hundred blocks.
 
-Plain loops over arrays, so that they run as they stand where numba is absent: slower, with the same results. Imported when the first
-`BlockManager` is made, for importing numba takes most of a second. Bounds are not checked: callers know their blocks.
+Plain loops over arrays, so that they run as they stand where numba is absent: slower, with the same results. Compiled when the
+first `BlockManager` is made. Bounds are not checked: callers know their blocks.
 
-Every function begins with arrays of the block manager (N blocks):
+Every function begins with arrays of the block manager (N blocks). Each kind of array has a type of its own, which the type checker tells
+from the others, so that no two can change places:
 
-- `blocks` int32 [N, 8]: the columns below. Block 0 is never used: its links are the two ends of the ring of cached blocks, its hash is
+- `Blocks` int32 [N, 8]: the columns below. Block 0 is never used: its links are the two ends of the ring of cached blocks, its hash is
   the one that is being looked for.
-- `index` int32 [a power of two >= 1.5 N, 2]: block by hash, the oldest of those that share one, and the hash's first word. Open
+- `Index` int32 [a power of two >= 1.5 N, 2]: block by hash, the oldest of those that share one, and the hash's first word. Open
   addressing: a hash is looked for from slot `first word & mask` on, up to the first empty one (block 0).
-- `counts` int64: the counts below.
-- `log` int32 [2, M, 4]: the last M hashes that became findable, and the last M that ceased to be. Rings.
+- `Counts` int64: the counts below.
+- `Log` int32 [2, M, 4]: the last M hashes that became findable, and the last M that ceased to be. Rings.
 """
 
-from typing import Any
+from functools import cache
+from typing import NewType
 
 import numpy as np
-import numpy.typing as npt
 
-from engine.loops_compile import compiled_loop, one_compiles
+from engine.loops_compile import compiled_loop, one_compiles, put_compiled
+from protocol import block_hash
+from protocol.arrays import Int32, Int64
 from protocol.block_hash import HASH_WORDS
 
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
-Int = Any
-"""A Python int, or a number out of an array."""
+SOURCES = (__file__, block_hash.__file__)
+
+Blocks = NewType("Blocks", Int32)
+Index = NewType("Index", Int32)
+Counts = NewType("Counts", Int64)
+Log = NewType("Log", Int32)
+BlockIds = NewType("BlockIds", Int32)
+"""[n]"""
+Arrays = tuple[Blocks, Index, Counts, Log]
 
 REFERENCES = 0
 """How many own the block. Below 0: the serial number of the release that keeps it back for steps in flight, negated."""
@@ -57,8 +65,8 @@ REMOVED = 1
 # ---- one block
 
 
-@compiled_loop
-def _unlink(blocks: Int32, counts: Int64, block: Int) -> None:
+@compiled_loop(SOURCES)
+def _unlink(blocks: Blocks, counts: Counts, block: int) -> None:
     """Takes a block out of the ring of cached ones."""
     before, after = blocks[block, PREVIOUS], blocks[block, NEXT]
     blocks[before, NEXT] = after
@@ -66,15 +74,15 @@ def _unlink(blocks: Int32, counts: Int64, block: Int) -> None:
     counts[NUM_CACHED] -= 1
 
 
-@compiled_loop
-def _push_blank(blocks: Int32, counts: Int64, block: Int) -> None:
+@compiled_loop(SOURCES)
+def _push_blank(blocks: Blocks, counts: Counts, block: int) -> None:
     blocks[block, NEXT] = counts[BLANK]
     counts[BLANK] = block
     counts[NUM_BLANK] += 1
 
 
-@compiled_loop
-def _make_free(blocks: Int32, counts: Int64, block: Int) -> None:
+@compiled_loop(SOURCES)
+def _make_free(blocks: Blocks, counts: Counts, block: int) -> None:
     """A block that nobody owns or uses becomes the last of the cached ones, or the first of the blank ones."""
     if blocks[block, TWIN] == UNNAMED:
         _push_blank(blocks, counts, block)
@@ -86,8 +94,8 @@ def _make_free(blocks: Int32, counts: Int64, block: Int) -> None:
     counts[NUM_CACHED] += 1
 
 
-@compiled_loop
-def _note(blocks: Int32, counts: Int64, log: Int32, which: Int, block: Int) -> None:
+@compiled_loop(SOURCES)
+def _note(blocks: Blocks, counts: Counts, log: Log, which: int, block: int) -> None:
     """Logs the hash of a block."""
     at = counts[NUM_ADDED + which] % log.shape[1]
     for word in range(HASH_WORDS):
@@ -95,17 +103,17 @@ def _note(blocks: Int32, counts: Int64, log: Int32, which: Int, block: Int) -> N
     counts[NUM_ADDED + which] += 1
 
 
-@compiled_loop
-def _write_hash(blocks: Int32, block: Int, hashes: Int32, i: Int) -> None:
+@compiled_loop(SOURCES)
+def _write_hash(blocks: Blocks, block: int, hashes: Int32, i: int) -> None:
     for word in range(HASH_WORDS):
         blocks[block, HASH + word] = hashes[i, word]
 
 
-@compiled_loop
-def _slot(blocks: Int32, index: Int32, block: Int) -> Int:
+@compiled_loop(SOURCES)
+def _slot(blocks: Blocks, index: Index, block: int) -> int:
     """Where in `index` the hash of a block is, or would go."""
     mask, first = len(index) - 1, blocks[block, HASH]
-    slot = first & mask
+    slot: int = first & mask
     while index[slot, 0]:
         if index[slot, 1] == first:
             found, word = index[slot, 0], 1
@@ -117,8 +125,8 @@ def _slot(blocks: Int32, index: Int32, block: Int) -> Int:
     return slot
 
 
-@compiled_loop
-def _empty_slot(index: Int32, slot: Int) -> None:
+@compiled_loop(SOURCES)
+def _empty_slot(index: Index, slot: int) -> None:
     """Empties a slot. What lies behind it, up to the next empty one, moves up as far as its own hash allows."""
     mask = len(index) - 1
     hole, at = slot, (slot + 1) & mask
@@ -131,8 +139,8 @@ def _empty_slot(index: Int32, slot: Int) -> None:
     index[hole, 0] = 0
 
 
-@compiled_loop
-def name_block(blocks: Int32, index: Int32, counts: Int64, log: Int32, block: Int, hashes: Int32, i: Int) -> None:
+@compiled_loop(SOURCES)
+def name_block(blocks: Blocks, index: Index, counts: Counts, log: Log, block: int, hashes: Int32, i: int) -> None:
     """Makes a block findable by `hashes[i]`. No-op if it has a hash already."""
     if blocks[block, TWIN] != UNNAMED:
         return
@@ -149,8 +157,8 @@ def name_block(blocks: Int32, index: Int32, counts: Int64, log: Int32, block: In
     blocks[older, TWIN] = block
 
 
-@compiled_loop
-def _unname(blocks: Int32, index: Int32, counts: Int64, log: Int32, block: Int) -> None:
+@compiled_loop(SOURCES)
+def _unname(blocks: Blocks, index: Index, counts: Counts, log: Log, block: int) -> None:
     """Makes a block unfindable; the next older one with its hash is found instead."""
     slot, twin = _slot(blocks, index, block), blocks[block, TWIN]
     blocks[block, TWIN] = UNNAMED
@@ -166,11 +174,11 @@ def _unname(blocks: Int32, index: Int32, counts: Int64, log: Int32, block: Int) 
         _note(blocks, counts, log, REMOVED, block)
 
 
-@compiled_loop
-def pop(blocks: Int32, index: Int32, counts: Int64, log: Int32) -> Int:
+@compiled_loop(SOURCES)
+def pop(blocks: Blocks, index: Index, counts: Counts, log: Log) -> int:
     """Takes a free block, blank or else freed first, with one reference."""
     if counts[NUM_BLANK]:
-        block = counts[BLANK]
+        block: int = counts[BLANK]
         counts[BLANK] = blocks[block, NEXT]
         counts[NUM_BLANK] -= 1
     else:
@@ -184,8 +192,8 @@ def pop(blocks: Int32, index: Int32, counts: Int64, log: Int32) -> Int:
 # ---- many blocks
 
 
-@compiled_loop
-def count_free(blocks: Int32, among: Int32) -> Int:
+@compiled_loop(SOURCES)
+def count_free(blocks: Blocks, among: Int32) -> int:
     """How many of `among` are free."""
     count = 0
     for block in among:
@@ -194,8 +202,8 @@ def count_free(blocks: Int32, among: Int32) -> Int:
     return count
 
 
-@compiled_loop
-def take(blocks: Int32, index: Int32, counts: Int64, log: Int32, taken: Int32, num_found: Int, room: Int) -> Int:
+@compiled_loop(SOURCES)
+def take(blocks: Blocks, index: Index, counts: Counts, log: Log, taken: BlockIds, num_found: int, room: int) -> int:
     """One more reference to each of the first `num_found` of `taken`; free blocks fill the rest of it. Returns 1; 0, changing nothing, if
     there were not enough for `room` blocks, those found included."""
     if room - num_found + count_free(blocks, taken[:num_found]) > counts[NUM_BLANK] + counts[NUM_CACHED]:
@@ -212,8 +220,8 @@ def take(blocks: Int32, index: Int32, counts: Int64, log: Int32, taken: Int32, n
     return 1
 
 
-@compiled_loop
-def release(blocks: Int32, counts: Int64, given: Int32, serial: Int, kept: Int32) -> Int:
+@compiled_loop(SOURCES)
+def release(blocks: Blocks, counts: Counts, given: Int32, serial: int, kept: BlockIds) -> int:
     """One reference less to each of `given`, from the last to the first. Those left without one are free, or with a `serial` (> 0) kept
     back under it and written to `kept` (as long as `given`). Returns how many were; -1 - i, changing nothing, if nobody owns given[i]."""
     for i in range(len(given)):
@@ -234,8 +242,8 @@ def release(blocks: Int32, counts: Int64, given: Int32, serial: Int, kept: Int32
     return num_kept
 
 
-@compiled_loop
-def free_kept(blocks: Int32, counts: Int64, kept: Int32, serial: Int) -> None:
+@compiled_loop(SOURCES)
+def free_kept(blocks: Blocks, counts: Counts, kept: BlockIds, serial: int) -> None:
     """Frees those of `kept` that still wait under this serial number."""
     for block in kept:
         if blocks[block, REFERENCES] == -serial:
@@ -244,8 +252,8 @@ def free_kept(blocks: Int32, counts: Int64, kept: Int32, serial: Int) -> None:
             _make_free(blocks, counts, block)
 
 
-@compiled_loop
-def find(blocks: Int32, index: Int32, wanted: Int32, found: Int32) -> Int:
+@compiled_loop(SOURCES)
+def find(blocks: Blocks, index: Index, wanted: Int32, found: BlockIds) -> int:
     """Writes the blocks that hold a chain of hashes [n, 4] to `found` [n], up to the first that none holds. Returns their number."""
     for i in range(len(wanted)):
         _write_hash(blocks, 0, wanted, i)
@@ -255,15 +263,15 @@ def find(blocks: Int32, index: Int32, wanted: Int32, found: Int32) -> Int:
     return len(wanted)
 
 
-@compiled_loop
-def name(blocks: Int32, index: Int32, counts: Int64, log: Int32, named: Int32, names: Int32) -> None:
+@compiled_loop(SOURCES)
+def name(blocks: Blocks, index: Index, counts: Counts, log: Log, named: BlockIds, names: Int32) -> None:
     """Makes blocks findable, each by its hash; those that have one keep it."""
     for i in range(len(named)):
         name_block(blocks, index, counts, log, named[i], names, i)
 
 
-@compiled_loop
-def forget(blocks: Int32, index: Int32, counts: Int64, log: Int32, forgotten: Int32) -> None:
+@compiled_loop(SOURCES)
+def forget(blocks: Blocks, index: Index, counts: Counts, log: Log, forgotten: Int32) -> None:
     """Makes blocks unfindable; those that are stay so."""
     for block in forgotten:
         if blocks[block, TWIN] == UNNAMED:
@@ -274,16 +282,17 @@ def forget(blocks: Int32, index: Int32, counts: Int64, log: Int32, forgotten: In
         _unname(blocks, index, counts, log, block)
 
 
+@cache
 def compile_all() -> None:
     """Calls every loop once, with nothing to do."""
-    line, plane, space = (np.zeros((0,) * num_axes, np.int32) for num_axes in (1, 2, 3))
-    counts = np.zeros(NUM_COUNTS, np.int64)
-    arrays = plane, plane, counts, space
-    with one_compiles(__file__):
-        take(*arrays, line, 0, 0)
-        release(plane, counts, line, 0, line)
-        free_kept(plane, counts, line, 0)
-        count_free(plane, line)
-        find(plane, plane, plane, line)
-        name(*arrays, line, plane)
-        forget(*arrays, line)
+    ids, hashes = BlockIds(np.zeros(0, np.int32)), np.zeros((0, 0), np.int32)
+    blocks, index, counts, log = Blocks(hashes), Index(hashes), Counts(np.zeros(NUM_COUNTS, np.int64)), Log(np.zeros((0, 0, 0), np.int32))
+    put_compiled(globals())
+    with one_compiles(SOURCES):
+        take(blocks, index, counts, log, ids, 0, 0)
+        release(blocks, counts, ids, 0, ids)
+        free_kept(blocks, counts, ids, 0)
+        count_free(blocks, ids)
+        find(blocks, index, hashes, ids)
+        name(blocks, index, counts, log, ids, hashes)
+        forget(blocks, index, counts, log, ids)

@@ -4,18 +4,19 @@ hashlib takes three times as long, most of it for objects, and a step of 1,024 s
 all the same.
 """
 
-from typing import Any
+from typing import Any, NewType
 
 import numpy as np
-import numpy.typing as npt
 
-from engine.loops_compile import COMPILED, compiled_loop
-from protocol.block_hash import HASH_BYTES, HASH_WORDS, block_hash
+from engine.loops_compile import compiled_loop
+from protocol import block_hash
+from protocol.arrays import Int32, UInt64
+from protocol.block_hash import HASH_BYTES, HASH_WORDS
 
-Int32 = npt.NDArray[np.int32]
-Uint64 = npt.NDArray[np.uint64]
-Int = Any
-"""A Python int, or a number out of an array."""
+SOURCES = (__file__, block_hash.__file__)
+
+Chain = NewType("Chain", Int32)
+"""[n + 1, 4]: a root hash, then those of n blocks, each the parent of the next."""
 
 _START = np.array(
     [
@@ -56,14 +57,14 @@ _HIGH = np.uint64(32)
 _LOW = np.uint64(0xFFFFFFFF)
 
 
-@compiled_loop
+@compiled_loop(SOURCES)
 def _rotated(word: Any, num_bits: Any) -> Any:
     """To the right."""
     return word >> np.uint64(num_bits) | word << np.uint64(64 - num_bits)
 
 
-@compiled_loop
-def _mix(words: Uint64, a: Int, b: Int, c: Int, d: Int, x: Int, y: Int) -> None:
+@compiled_loop(SOURCES)
+def _mix(words: UInt64, a: int, b: int, c: int, d: int, x: int, y: int) -> None:
     """RFC 7693, 3.1. `x`, `y`: which words of the message."""
     at_a, at_b, at_c, at_d = words[ROUNDS + a], words[ROUNDS + b], words[ROUNDS + c], words[ROUNDS + d]
     at_a += at_b + words[x]
@@ -77,8 +78,8 @@ def _mix(words: Uint64, a: Int, b: Int, c: Int, d: Int, x: Int, y: Int) -> None:
     words[ROUNDS + a], words[ROUNDS + b], words[ROUNDS + c], words[ROUNDS + d] = at_a, at_b, at_c, at_d
 
 
-@compiled_loop
-def _compress(words: Uint64, num_bytes: Int, last: Int) -> None:
+@compiled_loop(SOURCES)
+def _compress(words: UInt64, num_bytes: int, last: int) -> None:
     """RFC 7693, 3.2: takes the message into the state. `num_bytes`: of it so far; `last`: whether it ends here."""
     for i in range(8):
         words[ROUNDS + i] = words[STATE + i]
@@ -96,9 +97,13 @@ def _compress(words: Uint64, num_bytes: Int, last: Int) -> None:
         words[STATE + i] ^= words[ROUNDS + i] ^ words[ROUNDS + 8 + i]
 
 
-@compiled_loop
-def _by_loop(parent: Int32, tokens: Int32, hashed: Int32, words: Uint64) -> None:
-    """Writes the hash of a block (int32 [4]) to `hashed`. `words` [NUM_WORDS]: space to work in."""
+def _by_hashlib(chain: Chain, block: int, tokens: Int32, words: UInt64) -> None:
+    chain[block] = np.frombuffer(block_hash.block_hash(chain[block - 1].tobytes(), tokens.tobytes()), np.int32)
+
+
+@compiled_loop(SOURCES, uncompiled=_by_hashlib)
+def hash_block(chain: Chain, block: int, tokens: Int32, words: UInt64) -> None:
+    """Writes chain[block], from the hash before it and the block's tokens. `words` [NUM_WORDS]: space to work in."""
     for i in range(8):
         words[STATE + i] = _START[i]
     words[STATE] ^= _PARAMETERS
@@ -108,16 +113,9 @@ def _by_loop(parent: Int32, tokens: Int32, hashed: Int32, words: Uint64) -> None
         for i in range(16):
             words[i] = 0
         for i in range(start, end):
-            word = np.uint64(parent[i] if i < HASH_WORDS else tokens[i - HASH_WORDS]) & _LOW
+            word = np.uint64(chain[block - 1, i] if i < HASH_WORDS else tokens[i - HASH_WORDS]) & _LOW
             words[(i - start) // 2] |= word << _HIGH if i % 2 else word
         _compress(words, 4 * end, end == count)
     for i in range(HASH_WORDS):
         word = words[STATE + i // 2]
-        hashed[i] = np.int32(word >> _HIGH if i % 2 else word & _LOW)
-
-
-def _by_hashlib(parent: Int32, tokens: Int32, hashed: Int32, words: Uint64) -> None:
-    hashed[:] = np.frombuffer(block_hash(parent.tobytes(), tokens.tobytes()), np.int32)
-
-
-hash_block = _by_loop if COMPILED else _by_hashlib
+        chain[block, i] = np.int32(word >> _HIGH if i % 2 else word & _LOW)

@@ -1,52 +1,94 @@
 """The loops over running sequences, compiled like those over blocks: a step costs what its sequences are, and not what numpy calls cost.
 
-Arrays [seats] hold one entry per position, as `SequenceTable` describes them; `block_tables`, `token_ids`, `known` and `chains` have a
-line per row. blocks, index, counts, log: as in loops_blocks.py. Arrays [B] have an entry per sequence of a batch.
+Blocks, Index, Counts, Log: as in loops_blocks.py. Each kind of array has a type of its own here too:
+
+- `State` int32 [NUM_LINES, seats]: the lines below, with an entry per position, as `SequenceTable` describes them.
+- `Slots` int64 [seats]: by position.
+- `TokenIds` int32 [rows, n], `TokenBlocks` (the same cut into blocks) [rows, n, block_size], `BlockTables` [rows, n], `Chains`
+  [rows, n + 1, 4]: by row.
+- `Positions` int32 [B]: of the sequences of a batch, ascending; -1: has left.
+- `Scheduled` int32 [NUM_SCHEDULED_LINES, B], `Results` int32 [NUM_RESULT_LINES, B]: what `launch` and `append` tell of a batch.
 """
 
-from typing import Any
+from functools import cache
+from typing import NewType
 
 import numpy as np
-import numpy.typing as npt
 
-from engine.loops_compile import compiled_loop, one_compiles
-from engine.scheduler.loops_blocks import NUM_BLANK, NUM_CACHED, NUM_COUNTS, name_block, pop
-from engine.scheduler.loops_hash import NUM_WORDS, Uint64, hash_block
+from engine.loops_compile import compiled_loop, one_compiles, put_compiled
+from engine.scheduler import loops_blocks, loops_hash
+from engine.scheduler.loops_blocks import (
+    NUM_BLANK,
+    NUM_CACHED,
+    NUM_COUNTS,
+    BlockIds,
+    Blocks,
+    Counts,
+    Index,
+    Log,
+    name_block,
+    pop,
+)
+from engine.scheduler.loops_hash import NUM_WORDS, Chain, hash_block
+from protocol.arrays import Bool, Int32, Int64, UInt64
 from protocol.block_hash import HASH_WORDS
 
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
-Bool = npt.NDArray[np.bool_]
-Int = Any
-"""A Python int, or a number out of an array."""
+SOURCES = (__file__, *loops_blocks.SOURCES, *loops_hash.SOURCES)
+
+State = NewType("State", Int32)
+Slots = NewType("Slots", Int64)
+TokenIds = NewType("TokenIds", Int32)
+TokenBlocks = NewType("TokenBlocks", Int32)
+BlockTables = NewType("BlockTables", Int32)
+Chains = NewType("Chains", Int32)
+Positions = NewType("Positions", Int32)
+Scheduled = NewType("Scheduled", Int32)
+Results = NewType("Results", Int32)
+Sampled = NewType("Sampled", Int32)
+"""[B, K] tokens of each sequence of a batch."""
+EosTokenIds = NewType("EosTokenIds", Int32)
+Stops = NewType("Stops", Int32)
+"""[B] number of the sampled tokens up to the first of its own stop tokens; beyond K: none is."""
+Flat = NewType("Flat", Int32)
+"""[B K] the tokens that were kept, sequence by sequence."""
+
+ROW, TOKENS, GOAL, COMPUTED, CAPACITY, LIMIT, CAP = range(7)
+EDGE, CHAINED, BASE, ATTEMPT, FRESH, IGNORE_EOS, OFFER = range(7, 14)
+NUM_OWN_LINES = 14
+"""Those a sequence brings along and takes with it; the others are written anew by each step."""
+NUM, ALLOWED = 14, 15
+NUM_LINES = 16
+
+AT_POSITION, AT_ROW, NUM_TOKENS, NUM_BEFORE, NUM_AHEAD = range(5)
+NUM_SCHEDULED_LINES = 5
+
+INDEX, POSITION, ATTEMPT_OF, OFFSET, COUNT = range(5)
+FIRST, COMPLETE, STOPPED = 5, 6, 7
+"""Filled from the front, independently of the lines above."""
+NUM_RESULT_LINES = 8
 
 LACKING = -1
 STARVED = -2
 
-NUM_LINES = 14
-"""Of a table's `state` [NUM_LINES, seats]: the numbers of a sequence, its row first."""
 
-
-@compiled_loop
+@compiled_loop(SOURCES)
 def place(
-    blocks: Int32,
-    index: Int32,
-    counts: Int64,
-    log: Int32,
-    row: Int32,
-    goal: Int32,
-    computed: Int32,
-    capacity: Int32,
-    block_tables: Int32,
-    block_size: Int,
-    num: Int32,
-    count: Int,
-    threshold: Int,
-    budget: Int,
-) -> Int:
-    """Writes to `num` the tokens of the first `count` sequences, each up to its goal and up to `threshold`, together up to `budget`,
-    and gives them the blocks for these. Returns what is left of the budget; LACKING: blocks, STARVED: some would get no token for want of
-    budget. Then nobody got a block."""
+    blocks: Blocks,
+    index: Index,
+    counts: Counts,
+    log: Log,
+    state: State,
+    block_tables: BlockTables,
+    goal_line: int,
+    block_size: int,
+    count: int,
+    threshold: int,
+    budget: int,
+) -> int:
+    """Writes to NUM the tokens of the first `count` sequences, each up to `goal_line` (GOAL or ALLOWED) and up to `threshold`, together up
+    to `budget`, and gives them the blocks for these. Returns what is left of the budget; LACKING: blocks, STARVED: some would get no token
+    for want of budget. Then nobody got a block."""
+    row, goal, computed, capacity, num = state[ROW], state[goal_line], state[COMPUTED], state[CAPACITY], state[NUM]
     wanted = 0
     for i in range(count):
         num[i] = min(goal[i] - computed[i], threshold, budget)
@@ -68,14 +110,15 @@ def place(
     return budget
 
 
-@compiled_loop
-def ration(tokens: Int32, goal: Int32, computed: Int32, allowed: Int32, count: Int, threshold: Int, budget: Int, next_chunk: Int) -> None:
-    """Writes to `allowed` how far each of the first `count` sequences may go where `budget` is not enough for all of their goals.
+@compiled_loop(SOURCES)
+def ration(state: State, count: int, threshold: int, budget: int, next_chunk: int) -> None:
+    """Writes to ALLOWED how far each of the first `count` sequences may go where `budget` is not enough for all of their goals.
 
     First the one token of each that lacks, drafts aside, no more than that. Then, while any of these wants a draft, one more token each,
     round by round in running order, for all that want more. What is left goes to prompts in running order. Drafts also leave alone the
     `next_chunk` tokens without which nobody new would get in, if there are as many.
     """
+    tokens, goal, computed, allowed = state[TOKENS], state[GOAL], state[COMPUTED], state[ALLOWED]
     for i in range(count):
         is_answer = goal[i] > computed[i] and computed[i] + 1 >= tokens[i]
         allowed[i] = computed[i] + is_answer
@@ -99,72 +142,60 @@ def ration(tokens: Int32, goal: Int32, computed: Int32, allowed: Int32, count: I
             budget -= more
 
 
-@compiled_loop
+@compiled_loop(SOURCES)
 def name_filled(
-    blocks: Int32,
-    index: Int32,
-    counts: Int64,
-    log: Int32,
-    row: Int32,
-    tokens: Int32,
-    computed: Int32,
-    edge: Int32,
-    chained: Int32,
-    block_tables: Int32,
-    known: Int32,
-    chains: Int32,
-    num: Int32,
-    first: Int,
-    end: Int,
-    words: Uint64,
+    blocks: Blocks,
+    index: Index,
+    counts: Counts,
+    log: Log,
+    state: State,
+    block_tables: BlockTables,
+    known: TokenBlocks,
+    chains: Chains,
+    first: int,
+    end: int,
+    words: UInt64,
 ) -> None:
-    """Makes the blocks findable that `num` more tokens, for the sequences at positions `first` to `end` - 1, fill with known tokens.
+    """Makes the blocks findable that NUM more tokens, for the sequences at positions `first` to `end` - 1, fill with `known` tokens.
 
-    `known` [rows, n, block_size]: their tokens, `chains` [rows, n + 1, 4]: their hashes, to which those not known yet are added.
+    Hashes not known yet are added to `chains`.
     """
+    row, tokens, computed, edge, chained, num = state[ROW], state[TOKENS], state[COMPUTED], state[EDGE], state[CHAINED], state[NUM]
     size = known.shape[2]
     for i in range(first, end):
         filled = min(computed[i] + num[i], tokens[i])
         while edge[i] <= filled:
             block, hashes = edge[i] // size, chains[row[i]]
             if edge[i] > chained[i]:
-                hash_block(hashes[block - 1], known[row[i], block - 1], hashes[block], words)
+                hash_block(hashes, block, known[row[i], block - 1], words)
                 chained[i] = edge[i]
             name_block(blocks, index, counts, log, block_tables[row[i], block - 1], hashes, block)
             edge[i] += size
 
 
-@compiled_loop
-def extend(chain: Int32, num_known: Int, tokens: Int32, block_size: Int, words: Uint64) -> None:
-    """Fills `chain` [n + 1, 4] up, a root hash and those of n blocks of `tokens`, of which the first `num_known` are there."""
+@compiled_loop(SOURCES)
+def extend(chain: Chain, num_known: int, tokens: Int32, block_size: int, words: UInt64) -> None:
+    """Fills up a chain, whose first `num_known` hashes are there, for blocks of `tokens`."""
     for i in range(num_known, len(chain)):
-        hash_block(chain[i - 1], tokens[(i - 1) * block_size : i * block_size], chain[i], words)
+        hash_block(chain, i, tokens[(i - 1) * block_size : i * block_size], words)
 
 
-@compiled_loop
-def launch(
-    row: Int32,
-    tokens: Int32,
-    goal: Int32,
-    computed: Int32,
-    cap: Int32,
-    num: Int32,
-    drafted: Int,
-    entries: Int32,
-    sample: Bool,
-) -> Int:
-    """Counts `num` tokens of each sequence as computed, `sample` and `entries` [5, n] having room for n of them.
+@compiled_loop(SOURCES)
+def launch(state: State, drafted: int, scheduled: Scheduled, sample: Bool) -> int:
+    """Counts NUM tokens of each sequence as computed, `sample` and `scheduled` having room for all that run.
 
     Writes for each that has tokens whether it samples, and its position, row, tokens, those computed before, and how many of the tokens
     are not known yet. Returns their number B. `drafted`: 1 if all tokens up to the goal are there.
     """
+    row, tokens, goal, computed, cap, num = state[ROW], state[TOKENS], state[GOAL], state[COMPUTED], state[CAP], state[NUM]
     count = 0
     for i in range(len(sample)):
         if not num[i]:
             continue
         target = computed[i] + num[i]
-        entries[0, count], entries[1, count], entries[2, count], entries[3, count] = i, row[i], num[i], computed[i]
-        entries[4, count] = max(target - tokens[i], 0)
+        scheduled[AT_POSITION, count], scheduled[AT_ROW, count] = i, row[i]
+        scheduled[NUM_TOKENS, count], scheduled[NUM_BEFORE, count] = num[i], computed[i]
+        scheduled[NUM_AHEAD, count] = max(target - tokens[i], 0)
         computed[i] = target
         if drafted:
             sample[count] = target >= tokens[i]
@@ -176,36 +207,29 @@ def launch(
     return count
 
 
-@compiled_loop
+@compiled_loop(SOURCES)
 def append(
-    row: Int32,
-    tokens: Int32,
-    limit: Int32,
-    base: Int32,
-    attempt: Int32,
-    fresh: Int32,
-    ignore_eos: Int32,
-    offer: Int32,
-    slot: Int64,
-    token_ids: Int32,
-    positions: Int32,
+    state: State,
+    slots: Slots,
+    token_ids: TokenIds,
+    positions: Positions,
     num_sampled: Int32,
-    sampled: Int32,
-    eos_token_ids: Int32,
-    stops: Int32,
-    entries: Int32,
-    news: Int32,
-    slots: Int64,
-    flat: Int32,
-) -> tuple[Int, Int, Int, Int]:
+    sampled: Sampled,
+    stops: Stops,
+    eos_token_ids: EosTokenIds,
+    results: Results,
+    slots_of: Int64,
+    flat: Flat,
+) -> tuple[int, int, int, int]:
     """Makes sampled tokens known, up to the end of each answer.
 
-    `positions` [B], -1: left meanwhile; `sampled` [B, K]: its tokens, valid in the first `num_sampled[i]` columns; `stops`: [B] number of
-    them up to the first of its own stop tokens, beyond K: none. Writes for each of the R <= B sequences that got tokens `entries` [5, B]:
-    index in the batch, position, attempt, offset, tokens kept; its slot; and all kept tokens to `flat` [B K]. Then to `news` [3, B] which
-    of the R got their first token, the positions of those that are complete, and whether a stop token ended them. Returns R, how many
-    tokens were kept, are first ones, and how many sequences are complete.
+    `sampled`: valid in the first `num_sampled[i]` columns of each line. Writes for each of the R <= B sequences that got tokens its index
+    in the batch, position, attempt, offset and the number of tokens kept, its slot to `slots_of`, and all kept tokens to `flat`. Then
+    which of the R got their FIRST token, the positions of those that are COMPLETE, and whether a stop token ended them (STOPPED). Returns
+    R, how many tokens were kept, are first ones, and how many sequences are complete.
     """
+    row, tokens, limit, base = state[ROW], state[TOKENS], state[LIMIT], state[BASE]
+    attempt, fresh, ignore_eos, offer = state[ATTEMPT], state[FRESH], state[IGNORE_EOS], state[OFFER]
     count, num_flat, num_fresh, num_complete = 0, 0, 0, 0
     for i in range(len(positions)):
         at = positions[i]
@@ -224,34 +248,34 @@ def append(
         tokens[at] = before + kept
         if fresh[at]:
             fresh[at] = 0
-            news[0, num_fresh] = count
+            results[FIRST, num_fresh] = count
             num_fresh += 1
         if stopped or offer[at] or tokens[at] >= limit[at]:
-            news[1, num_complete], news[2, num_complete] = at, stopped
+            results[COMPLETE, num_complete], results[STOPPED, num_complete] = at, stopped
             num_complete += 1
-        entries[0, count], entries[1, count], entries[2, count] = i, at, attempt[at]
-        entries[3, count], entries[4, count] = base[at] + before, kept
-        slots[count] = slot[at]
+        results[INDEX, count], results[POSITION, count], results[ATTEMPT_OF, count] = i, at, attempt[at]
+        results[OFFSET, count], results[COUNT, count] = base[at] + before, kept
+        slots_of[count] = slots[at]
         num_flat += kept
         count += 1
     return count, num_flat, num_fresh, num_complete
 
 
-@compiled_loop
+@compiled_loop(SOURCES)
 def enter(
-    state: Int32,
-    position: Int,
+    state: State,
+    position: int,
     numbers: tuple[int, ...],
-    token_ids: Int32,
-    block_tables: Int32,
-    chains: Int32,
+    token_ids: TokenIds,
+    block_tables: BlockTables,
+    chains: Chains,
     tokens: Int32,
-    blocks: Int32,
-    chain: Int32,
+    blocks: BlockIds,
+    chain: Chain,
 ) -> None:
-    """Writes `numbers` to a position, and known tokens, blocks and hashes to the row, which is the first of the numbers."""
-    row = numbers[0]
-    for line in range(len(state)):
+    """Writes `numbers`, one for each of a sequence's own lines, to a position, and known tokens, blocks and hashes to its row."""
+    row = numbers[ROW]
+    for line in range(NUM_OWN_LINES):
         state[line, position] = numbers[line]
     for i in range(len(tokens)):
         token_ids[row, i] = tokens[i]
@@ -262,22 +286,22 @@ def enter(
             chains[row, i, word] = chain[i, word]
 
 
-@compiled_loop
-def close_gaps(state: Int32, slot: Int64, gone: Int32, count: Int) -> None:
-    """The first `count` positions (of `state` [n, seats] and `slot`) move up over those in `gone`, which ascend."""
+@compiled_loop(SOURCES)
+def close_gaps(state: State, slots: Slots, gone: Int32, count: int) -> None:
+    """The first `count` positions (of a sequence's own lines of `state`, and of `slots`) move up over those in `gone`, which ascend."""
     for i in range(len(gone)):
         last = gone[i + 1] if i + 1 < len(gone) else count
         for at in range(gone[i] + 1, last):
-            slot[at - i - 1] = slot[at]
-    for line in range(len(state)):
+            slots[at - i - 1] = slots[at]
+    for line in range(NUM_OWN_LINES):
         for i in range(len(gone)):
             last = gone[i + 1] if i + 1 < len(gone) else count
             for at in range(gone[i] + 1, last):
                 state[line, at - i - 1] = state[line, at]
 
 
-@compiled_loop
-def follow(positions: Int32, gone: Int32) -> None:
+@compiled_loop(SOURCES)
+def follow(positions: Positions, gone: Int32) -> None:
     """Positions (ascending; -1: left before) after those in `gone`, which ascend, have left."""
     num_before = 0
     for i in range(len(positions)):
@@ -291,18 +315,24 @@ def follow(positions: Int32, gone: Int32) -> None:
             positions[i] -= num_before
 
 
+@cache
 def compile_all() -> None:
     """Calls every loop once, with nothing to do."""
     line, plane, space = (np.zeros((0,) * num_axes, np.int32) for num_axes in (1, 2, 3))
-    slots, sample, words = np.zeros(0, np.int64), np.zeros(0, np.bool_), np.zeros(NUM_WORDS, np.uint64)
-    arrays = plane, plane, np.zeros(NUM_COUNTS, np.int64), space
-    with one_compiles(__file__):
-        place(*arrays, line, line, line, line, plane, 1, line, 0, 0, 0)
-        ration(line, line, line, line, 0, 0, 0, 0)
-        name_filled(*arrays, line, line, line, line, line, plane, space, space, line, 0, 0, words)
-        extend(plane, 0, line, 1, words)
-        launch(line, line, line, line, line, line, 0, plane, sample)
-        append(line, line, line, line, line, line, line, line, slots, plane, line, line, plane, line, line, plane, plane, slots, line)
-        enter(plane, 0, (0,) * NUM_LINES, plane, plane, space, line, line, plane)
-        close_gaps(plane, slots, line, 0)
-        follow(line, line)
+    state, words = State(np.zeros((NUM_LINES, 0), np.int32)), np.zeros(NUM_WORDS, np.uint64)
+    slots = Slots(np.zeros(0, np.int64))
+    blocks, index, counts, log = Blocks(plane), Index(plane), Counts(np.zeros(NUM_COUNTS, np.int64)), Log(space)
+    token_ids, tables, chains, positions = TokenIds(plane), BlockTables(plane), Chains(space), Positions(line)
+    results = Results(plane)
+    put_compiled(globals())
+    with one_compiles(SOURCES):
+        place(blocks, index, counts, log, state, tables, GOAL, 1, 0, 0, 0)
+        ration(state, 0, 0, 0, 0)
+        name_filled(blocks, index, counts, log, state, tables, TokenBlocks(space), chains, 0, 0, words)
+        extend(Chain(plane), 0, line, 1, words)
+        launch(state, 0, Scheduled(plane), np.zeros(0, np.bool_))
+        append(state, slots, token_ids, positions, line, Sampled(plane), Stops(line), EosTokenIds(line), results, slots, Flat(line))
+        numbers = (0,) * NUM_OWN_LINES
+        enter(State(np.zeros((NUM_LINES, 1), np.int32)), 0, numbers, token_ids, tables, chains, line, BlockIds(line), Chain(plane))
+        close_gaps(state, slots, line, 0)
+        follow(positions, line)

@@ -3,16 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from engine.runner import Batch
 from engine.scheduler.preemption import Choice
+from protocol.arrays import Int32, Int64
 from protocol.messages import FinishReason, Logprobs, RequestKey, TokenLogprobs
 from protocol.router_link import Rows
-
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
 
 
 class Reserved(NamedTuple):

@@ -6,13 +6,13 @@ too.
 """
 
 import numpy as np
-import numpy.typing as npt
 
+from engine.scheduler import loops_sequences as loops
+from engine.scheduler.loops_hash import Chain
 from engine.scheduler.preemption import Victim, choose
 from engine.scheduler.sequence_table import NEVER
 from engine.scheduler.state import SchedulerState
-
-Int32 = npt.NDArray[np.int32]
+from protocol.arrays import Int32
 
 
 def step_budget(state: SchedulerState, num_promised: int) -> int:
@@ -32,9 +32,9 @@ def place_running(state: SchedulerState, budget: int, *, alone: bool) -> int | N
     """
     table, config = state.table, state.config
     threshold = config.long_prefill_token_threshold if config.long_prefill_token_threshold and not alone else NEVER
-    goal = table.goal if state.proposer is None else _ration(state, budget, threshold)
+    goal = loops.GOAL if state.proposer is None else _ration(state, budget, threshold)
     left = _place(state, goal, budget, threshold)
-    if left == table.loops.STARVED:
+    if left == loops.STARVED:
         goal = _ration(state, budget, threshold)
         left = _place(state, goal, budget, threshold)
     if left >= 0:
@@ -42,25 +42,21 @@ def place_running(state: SchedulerState, budget: int, *, alone: bool) -> int | N
     if table.flights:
         return None
     if config.scheduling_policy == "priority":
-        return _place_by_priority(state, goal, budget, threshold)
+        return _place_by_priority(state, table.state[goal], budget, threshold)
     return _place_evicting_newest(state, budget)
 
 
-def _place(state: SchedulerState, goal: Int32, budget: int, threshold: int) -> int:
-    table = state.table
-    left: int = table.loops.place(
-        *(*state.blocks.arrays, table.row, goal, table.computed, table.capacity, table.block_tables),
-        *(state.config.block_size, table.num, len(table), threshold, budget),
-    )
-    return left
+def _place(state: SchedulerState, goal: int, budget: int, threshold: int) -> int:
+    table, size = state.table, state.config.block_size
+    return loops.place(*state.blocks.arrays, table.state, table.block_tables, goal, size, len(table), threshold, budget)
 
 
-def _ration(state: SchedulerState, budget: int, threshold: int) -> Int32:
-    """Goals that the budget reaches, so that nobody takes what is another's."""
+def _ration(state: SchedulerState, budget: int, threshold: int) -> int:
+    """Writes goals that the budget reaches, so that nobody takes what is another's. Returns their line."""
     table, head = state.table, state.line.head() if state.has_seat() else None
     next_chunk = 0 if head is None else 1 if state.config.enable_chunked_prefill else len(head.tokens)
-    table.loops.ration(table.tokens, table.goal, table.computed, table.allowed, len(table), threshold, budget, next_chunk)
-    return table.allowed
+    loops.ration(table.state, len(table), threshold, budget, next_chunk)
+    return loops.ALLOWED
 
 
 def _place_evicting_newest(state: SchedulerState, budget: int) -> int:
@@ -175,7 +171,7 @@ def preempt(state: SchedulerState, position: int) -> None:
         state.swap_out += zip(filled.tolist(), sequence.host_blocks, strict=True)
     else:
         sequence.num_lost = computed
-    sequence.tokens, sequence.chain = table.known(position).copy(), table.chain_of(position).copy()
+    sequence.tokens, sequence.chain = table.known(position).copy(), Chain(table.chain_of(position).copy())
     sequence.kv = "local" if sequence.kv == "remote" else sequence.kv
     state.line.push_preempted(sequence)
 

@@ -1,8 +1,6 @@
 """Drafts without a model: what followed the last tokens the last time they were seen (prompt lookup)."""
 
-import numpy as np
-import numpy.typing as npt
-
+from protocol.arrays import Int32
 from protocol.messages import RequestKey
 
 
@@ -16,7 +14,7 @@ class NGramProposer:
         """`max_num_places`: of those where the last `min_num_tokens` tokens stand, only so many, the latest, are looked at."""
         self._min, self._max, self._max_num_places = min_num_tokens, max_num_tokens, max_num_places
 
-    def propose(self, key: RequestKey, token_ids: npt.NDArray[np.int32], max_num_drafts: int) -> list[int]:
+    def propose(self, key: RequestKey, token_ids: Int32, max_num_drafts: int) -> list[int]:
         """The tokens that followed that place, at most `max_num_drafts`; none if it was never seen."""
         count = len(token_ids) - self._min
         if max_num_drafts < 1 or count < 1:

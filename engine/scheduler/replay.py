@@ -8,16 +8,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from engine.config import EngineConfig
 from engine.runner import Batch, StepOutput
 from engine.scheduler.outcome import Committed, Events
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import Request
+from protocol.arrays import Int32
 from protocol.messages import RequestKey, SamplingParams
 
-Int32 = npt.NDArray[np.int32]
 Record = dict[str, Any]
 
 VOCAB_SIZE = 32000

@@ -1,56 +1,53 @@
 """The other half of a step: sampled tokens become known, sequences that are complete leave."""
 
 import numpy as np
-import numpy.typing as npt
 
 from engine.runner import Batch, StepOutput
+from engine.scheduler import loops_sequences as loops
+from engine.scheduler.loops_sequences import Flat, Positions, Results, Sampled, Stops
 from engine.scheduler.outcome import Committed, Finished, PromptDone
 from engine.scheduler.sequence_table import NEVER
 from engine.scheduler.state import Proposer, SchedulerState
+from protocol.arrays import Int32, Int64
 from protocol.messages import FinishReason, Logprobs, TokenLogprobs
 
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
 
-
-def append_tokens(state: SchedulerState, batch: Batch, positions: Int32, output: StepOutput) -> Committed:
+def append_tokens(state: SchedulerState, batch: Batch, positions: Positions, output: StepOutput) -> Committed:
     """Applies what was sampled. `positions`: int32 [B], of the batch's sequences now, -1 where one has left."""
-    table, loops = state.table, state.table.loops
+    table = state.table
     num_columns = output.token_ids.shape[1]
-    entries: Int32 = np.empty((5, len(positions)), np.int32)
-    news: Int32 = np.empty((3, len(positions)), np.int32)
+    results = Results(np.empty((loops.NUM_RESULT_LINES, len(positions)), np.int32))
     slots: Int64 = np.empty(len(positions), np.int64)
-    token_ids: Int32 = np.empty(len(positions) * num_columns, np.int32)
-    sampled = np.ascontiguousarray(output.token_ids, np.int32)
+    token_ids = Flat(np.empty(len(positions) * num_columns, np.int32))
+    sampled = Sampled(np.ascontiguousarray(output.token_ids, np.int32))
+    num_sampled, stops = np.ascontiguousarray(output.counts, np.int32), _own_stops(state, positions, sampled)
     count, num_tokens, num_fresh, num_complete = loops.append(
-        *(table.row, table.tokens, table.limit, table.base, table.attempt, table.fresh, table.ignore_eos, table.offer),
-        *(table.slot, table.token_ids),
-        *(positions, np.ascontiguousarray(output.counts, np.int32), sampled, state.eos_token_ids, _own_stops(state, positions, sampled)),
-        *(entries, news, slots, token_ids),
+        table.state, table.slots, table.token_ids, positions, num_sampled, sampled, stops, state.eos_token_ids, results, slots, token_ids
     )
-    indices, at, attempts, offsets, counts = entries[:, :count]
+    at, counts = results[loops.POSITION, :count], results[loops.COUNT, :count]
+    attempts, offsets = results[loops.ATTEMPT_OF, :count], results[loops.OFFSET, :count]
     committed = Committed(
         batch=batch, slots=slots[:count], attempts=attempts, offsets=offsets, counts=counts, token_ids=token_ids[:num_tokens]
     )
     if output.logprobs:
-        _note_logprobs(committed, [output.logprobs.get(index) for index in indices.tolist()])
+        _note_logprobs(committed, [output.logprobs.get(index) for index in results[loops.INDEX, :count].tolist()])
     if num_fresh:
-        _note_first(state, committed, at, news[0, :num_fresh].tolist())
+        _note_first(state, committed, at, results[loops.FIRST, :num_fresh].tolist())
     if state.proposer is not None:
         table.computed[at] = table.tokens[at] - 1
-        _propose(state, state.proposer, np.setdiff1d(at, news[1, :num_complete]))
+        _propose(state, state.proposer, np.setdiff1d(at, results[loops.COMPLETE, :num_complete]))
     if num_complete:
-        _finish(state, committed, *news[1:, :num_complete].tolist())
+        _finish(state, committed, results[loops.COMPLETE, :num_complete].tolist(), results[loops.STOPPED, :num_complete].tolist())
     return committed
 
 
-def _own_stops(state: SchedulerState, positions: Int32, sampled: Int32) -> Int32:
+def _own_stops(state: SchedulerState, positions: Positions, sampled: Sampled) -> Stops:
     """int32 [B]: how many of each sequence's sampled tokens there are up to the first of its own stop tokens; NEVER: none of them is."""
     table = state.table
-    stops = table.no_stops[: len(positions)]
+    stops = Stops(table.no_stops[: len(positions)])
     if not table.num_own_stops:
         return stops
-    stops = stops.copy()
+    stops = Stops(stops.copy())
     for index, position in enumerate(positions.tolist()):
         if position >= 0 and (own := table.running[position].stop_token_ids):
             stops[index] = next((num for num, token_id in enumerate(sampled[index].tolist(), 1) if token_id in own), NEVER)

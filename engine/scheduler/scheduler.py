@@ -15,13 +15,15 @@ Whatever leaves while steps are in flight keeps its row and blocks out of use un
 from typing import cast
 
 import numpy as np
-import numpy.typing as npt
 
 from engine.config import EngineConfig
 from engine.runner import Batch, StepOutput
+from engine.scheduler import loops_sequences as loops
 from engine.scheduler.admission import check_servable, seat_arrived, serve_line
 from engine.scheduler.block_manager import NO_BLOCKS, BlockManager
 from engine.scheduler.host_pool import HostPool
+from engine.scheduler.loops_hash import Chain
+from engine.scheduler.loops_sequences import EosTokenIds, Positions, Scheduled
 from engine.scheduler.outcome import Committed, Events, Finished, PromptDone, Reserved
 from engine.scheduler.placement import place_running, step_budget
 from engine.scheduler.results import append_tokens
@@ -30,14 +32,13 @@ from engine.scheduler.sequence_table import Flight, SequenceTable
 from engine.scheduler.state import Proposer, SchedulerState
 from engine.scheduler.thrash import ThrashMeter
 from engine.scheduler.waiting_line import WaitingLine
+from protocol.arrays import Int32
 from protocol.block_hash import root_hash, to_rows
 from protocol.clock import Clock
 from protocol.errors import ProtocolError
 from protocol.messages import RequestKey, TokenLogprobs
 
 __all__ = ["Committed", "Events", "Finished", "PromptDone", "Proposer", "Reserved", "Scheduler"]
-
-Int32 = npt.NDArray[np.int32]
 
 
 class Scheduler:
@@ -70,7 +71,7 @@ class Scheduler:
             blocks=self.blocks,
             table=table,
             line=WaitingLine(config.scheduling_policy, config.priority_aging_s),
-            eos_token_ids=np.array(eos_token_ids, np.int32),
+            eos_token_ids=EosTokenIds(np.array(eos_token_ids, np.int32)),
             proposer=proposer if config.num_speculative_tokens else None,
             thrash=ThrashMeter(clock, window_s=config.thrash_window_s, limit=config.thrash_limit, max_num_seqs=config.max_num_seqs)
             if clock and config.thrash_limit
@@ -175,7 +176,7 @@ class Scheduler:
             stage="unoffered",
             # How long an answer may grow is for the engine to judge that writes it, not for the one that begins it.
             limit=limit if request.kv == "offer" else min(limit, config.max_model_len),
-            chain=to_rows([root_hash(self._fingerprint, request.cache_salt)]),
+            chain=Chain(to_rows([root_hash(self._fingerprint, request.cache_salt)])),
             tokens=np.array(request.prompt_token_ids, np.int32),  # a copy: the loops take no array that must not be written to
             num_first=num_prompt,
             stop_token_ids=frozenset(request.sampling.stop_token_ids),
@@ -293,23 +294,21 @@ class Scheduler:
     def _launch(self) -> Batch | None:
         """Makes the batch of the tokens that were placed, and counts them as computed."""
         state, table = self._state, self._state.table
-        entries: Int32 = np.empty((5, len(table)), np.int32)
+        scheduled = Scheduled(np.empty((loops.NUM_SCHEDULED_LINES, len(table)), np.int32))
         sample = np.empty(len(table), np.bool_)
-        size = table.loops.launch(
-            *(table.row, table.tokens, table.goal, table.computed, table.cap, table.num),
-            *(int(state.proposer is not None), entries, sample),
-        )
+        size = loops.launch(table.state, int(state.proposer is not None), scheduled, sample)
         if not size and not state.swap_out:
             return None
-        positions, rows, num_scheduled, num_computed, ahead = entries[:, :size]
+        positions, num_scheduled = Positions(scheduled[loops.AT_POSITION, :size]), scheduled[loops.NUM_TOKENS, :size]
+        ahead = scheduled[loops.NUM_AHEAD, :size]
         request_ids = table.request_ids
         if size < len(table):
             request_ids = [request_ids[position] for position in positions.tolist()]
         batch = Batch(
             step=self._step,
-            rows=rows,
+            rows=scheduled[loops.AT_ROW, :size],
             num_scheduled=num_scheduled,
-            num_computed=num_computed,
+            num_computed=scheduled[loops.NUM_BEFORE, :size],
             sample=sample[:size],
             token_ids=table.token_ids,
             block_tables=table.block_tables,

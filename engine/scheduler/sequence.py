@@ -4,8 +4,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from engine.scheduler.loops_blocks import BlockIds
+from engine.scheduler.loops_hash import Chain
+from protocol.arrays import Int32
 from protocol.messages import GenerateRequest, RequestKey, SamplingParams, TokenLogprobs
 
 
@@ -19,7 +21,7 @@ class Request:
 
     key: RequestKey
     slot: int
-    prompt_token_ids: npt.NDArray[np.int32]
+    prompt_token_ids: Int32
     max_tokens: int
     sampling: SamplingParams
     kv: Literal["local", "offer", "remote"] = "local"
@@ -69,11 +71,11 @@ class Sequence:
     """Known tokens at which the answer is complete: LENGTH."""
     rank: Rank = (0.0, 0.0, 0)
     """Place in the line: lowest first."""
-    tokens: npt.NDArray[np.int32]
+    tokens: Int32
     """Known tokens while it is not running."""
-    chain: npt.NDArray[np.int32]
-    """[n, 4] root hash, then the hashes of the full blocks of its known tokens, as far as anybody needed them; while it is not running."""
-    blocks: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    chain: Chain
+    """Up to the full blocks of its known tokens, as far as anybody needed them; while it is not running."""
+    blocks: BlockIds = field(default_factory=lambda: BlockIds(np.zeros(0, np.int32)))
     """Blocks owned while reserved or arrived."""
     num_published: int = 0
     """Blocks from the front whose hash is in the prefix cache, while reserved."""

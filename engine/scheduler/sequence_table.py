@@ -7,21 +7,19 @@ and is reused only after every step scheduled before it was left has committed. 
 
 from collections import deque
 from collections.abc import Iterable
-from functools import cache
-from types import ModuleType
 
 import numpy as np
-import numpy.typing as npt
 
 from engine.runner import Batch
 from engine.sampling_metadata import SamplingMetadata
+from engine.scheduler import loops_sequences as loops
+from engine.scheduler.loops_blocks import BlockIds
+from engine.scheduler.loops_hash import NUM_WORDS, Chain
+from engine.scheduler.loops_sequences import BlockTables, Chains, Positions, Slots, State, TokenBlocks, TokenIds
 from engine.scheduler.sequence import Sequence
+from protocol.arrays import Bool, Int32
 from protocol.block_hash import HASH_WORDS
 from protocol.errors import ProtocolError
-
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
-Bool = npt.NDArray[np.bool_]
 
 NEVER = np.iinfo(np.int32).max
 
@@ -31,7 +29,7 @@ class Flight:
 
     __slots__ = ("batch", "positions")
 
-    def __init__(self, batch: Batch, positions: Int32) -> None:
+    def __init__(self, batch: Batch, positions: Positions) -> None:
         self.batch = batch
         self.positions = positions
         """int32 [B]: where each scheduled sequence is now, ascending; -1 once it has left."""
@@ -40,39 +38,45 @@ class Flight:
 class SequenceTable:
     """Rows and positions of all running sequences.
 
-    State per position, all int32: `tokens` known; `goal` up to which it may be scheduled (known tokens, plus drafts or tokens still
-    being sampled, never past `cap`); `computed` (scheduled ones included); `capacity` of its blocks in tokens; `limit` at which it
-    ends; `cap` beyond which nothing is ever computed; `edge` of the next block to make findable; `chained` tokens in blocks whose
-    hash is known; `base` + token index = index in the whole answer; `attempt`; `fresh` 1 until its first token was reported;
-    `ignore_eos`; `offer` 1 if its first token ends it here.
+    State per position, lines of `state` as loops_sequences.py names them: `tokens` known; `goal` up to which it may be scheduled (known
+    tokens, plus drafts or tokens still being sampled, never past `cap`); `computed` (scheduled ones included); `capacity` of its blocks in
+    tokens; `limit` at which it ends; `cap` beyond which nothing is ever computed; `edge` of the next block to make findable; `chained`
+    tokens in blocks whose hash is known; base + token index = index in the whole answer; attempt; fresh: 1 until its first token was
+    reported; ignore_eos; offer: 1 if its first token ends it here; `num` tokens that the step being scheduled gives it; `allowed`: what
+    the step's budget leaves of its goal, where that had to be asked.
     """
 
     def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, eos_token_ids: tuple[int, ...] = ()) -> None:
-        self.loops = _loops()
+        loops.compile_all()
         num_rows = 2 * max_num_seqs
         """Twice the seats: with two steps in flight a left row stays blocked while its seat is taken again."""
         self.block_size = block_size
         self._eos_token_ids = eos_token_ids
         max_num_blocks = -(-max_model_len // block_size)
-        self.blocks_of_tokens: Int32 = np.empty((num_rows, max_num_blocks, block_size), np.int32)
+        self.blocks_of_tokens = TokenBlocks(np.empty((num_rows, max_num_blocks, block_size), np.int32))
         """`token_ids`, cut into blocks."""
-        self.token_ids = self.blocks_of_tokens.reshape(num_rows, max_num_blocks * block_size)
-        self.block_tables: Int32 = np.zeros((num_rows, max_num_blocks), np.int32)
-        self.chains: Int32 = np.empty((num_rows, max_num_blocks + 1, HASH_WORDS), np.int32)
+        self.token_ids = TokenIds(self.blocks_of_tokens.reshape(num_rows, max_num_blocks * block_size))
+        self.block_tables = BlockTables(np.zeros((num_rows, max_num_blocks), np.int32))
+        self.chains = Chains(np.empty((num_rows, max_num_blocks + 1, HASH_WORDS), np.int32))
         """Root hash, then the hashes of the full blocks of its known tokens below `chained`."""
-        self.words = np.zeros(self.loops.NUM_WORDS, np.uint64)
+        self.words = np.zeros(NUM_WORDS, np.uint64)
         """Where blocks are hashed."""
         self.sampling = SamplingMetadata(num_rows)
-        self._state = np.zeros((self.loops.NUM_LINES, max_num_seqs), np.int32)
-        self.row, self.tokens, self.goal, self.computed, self.capacity, self.limit, self.cap = self._state[:7]
-        self.edge, self.chained, self.base, self.attempt, self.fresh, self.ignore_eos, self.offer = self._state[7:]
-        self.num: Int32 = np.zeros(max_num_seqs, np.int32)
-        """Tokens that the step being scheduled gives to each; per position."""
-        self.allowed: Int32 = np.zeros(max_num_seqs, np.int32)
-        """What the step's budget leaves of each goal, where that had to be asked; per position."""
-        self.no_stops: Int32 = np.full(max_num_seqs, NEVER, np.int32)
+        self.state = state = State(np.zeros((loops.NUM_LINES, max_num_seqs), np.int32))
+        self.row: Int32 = state[loops.ROW]
+        self.tokens: Int32 = state[loops.TOKENS]
+        self.goal: Int32 = state[loops.GOAL]
+        self.computed: Int32 = state[loops.COMPUTED]
+        self.capacity: Int32 = state[loops.CAPACITY]
+        self.limit: Int32 = state[loops.LIMIT]
+        self.cap: Int32 = state[loops.CAP]
+        self.edge: Int32 = state[loops.EDGE]
+        self.chained: Int32 = state[loops.CHAINED]
+        self.num: Int32 = state[loops.NUM]
+        self.allowed: Int32 = state[loops.ALLOWED]
+        self.no_stops = np.full(max_num_seqs, NEVER, np.int32)
         """For batches in which nobody has stop tokens of his own. Never written to."""
-        self.slot: Int64 = np.zeros(max_num_seqs, np.int64)
+        self.slots = Slots(np.zeros(max_num_seqs, np.int64))
         self.running: list[Sequence] = []
         self.num_own_stops = 0
         """How many of them have stop tokens of their own."""
@@ -90,30 +94,29 @@ class SequenceTable:
     def has_row(self) -> bool:
         return bool(self._free_rows)
 
-    def enter(self, sequence: Sequence, *, computed: int, blocks: Int32, cap: int, edge: int) -> int:
+    def enter(self, sequence: Sequence, *, computed: int, blocks: BlockIds, cap: int, edge: int) -> int:
         """Seats a sequence that owns `blocks` (in order) and has `computed` tokens in them. Returns its position."""
         request, tokens = sequence.request, sequence.tokens
         position, row, num_tokens = len(self.running), self._free_rows.pop(), len(tokens)
         base = request.offset - sequence.num_first
-        numbers = (
-            row,
-            num_tokens,
-            min(num_tokens, cap),
-            computed,
-            len(blocks) * self.block_size,
-            sequence.limit,
-            cap,
-            edge,
-            (len(sequence.chain) - 1) * self.block_size,
-            base,
-            request.key.attempt,
-            int(num_tokens == sequence.num_first or sequence.first_token_id is not None),
-            int(request.sampling.ignore_eos),
-            int(sequence.kv == "offer"),
-        )
-        self.loops.enter(self._state, position, numbers, self.token_ids, self.block_tables, self.chains, tokens, blocks, sequence.chain)
+        numbers = [0] * loops.NUM_OWN_LINES
+        numbers[loops.ROW] = row
+        numbers[loops.TOKENS] = num_tokens
+        numbers[loops.GOAL] = min(num_tokens, cap)
+        numbers[loops.COMPUTED] = computed
+        numbers[loops.CAPACITY] = len(blocks) * self.block_size
+        numbers[loops.LIMIT] = sequence.limit
+        numbers[loops.CAP] = cap
+        numbers[loops.EDGE] = edge
+        numbers[loops.CHAINED] = (len(sequence.chain) - 1) * self.block_size
+        numbers[loops.BASE] = base
+        numbers[loops.ATTEMPT] = request.key.attempt
+        numbers[loops.FRESH] = int(num_tokens == sequence.num_first or sequence.first_token_id is not None)
+        numbers[loops.IGNORE_EOS] = int(request.sampling.ignore_eos)
+        numbers[loops.OFFER] = int(sequence.kv == "offer")
+        loops.enter(self.state, position, tuple(numbers), self.token_ids, self.block_tables, self.chains, tokens, blocks, sequence.chain)
         self.sampling.put(row, request.sampling, base=base, eos_token_ids=self._eos_token_ids)
-        self.slot[position] = request.slot
+        self.slots[position] = request.slot
         self.running.append(sequence)
         self.num_own_stops += bool(sequence.stop_token_ids)
         self.request_ids = [*self.request_ids, request.key.request_id]
@@ -124,9 +127,9 @@ class SequenceTable:
         """Brings the chain of a sequence that does not run up to so many blocks of its known tokens."""
         num_known = len(sequence.chain)
         if num_known <= num_blocks:
-            chain: Int32 = np.empty((num_blocks + 1, HASH_WORDS), np.int32)
+            chain = Chain(np.empty((num_blocks + 1, HASH_WORDS), np.int32))
             chain[:num_known] = sequence.chain
-            self.loops.extend(chain, num_known, sequence.tokens, self.block_size, self.words)
+            loops.extend(chain, num_known, sequence.tokens, self.block_size, self.words)
             sequence.chain = chain
 
     def answering(self) -> Bool:
@@ -169,9 +172,9 @@ class SequenceTable:
                 self._left_rows.append((last_step, sequence.row))
         self.request_ids = ids
         left = np.array(gone, np.int32)
-        self.loops.close_gaps(self._state, self.slot, left, len(ids) + len(gone))
+        loops.close_gaps(self.state, self.slots, left, len(ids) + len(gone))
         for flight in self.flights:
-            self.loops.follow(flight.positions, left)
+            loops.follow(flight.positions, left)
 
     def committed(self, step: int) -> None:
         """Rows left before or in `step` may be used again."""
@@ -182,12 +185,3 @@ class SequenceTable:
         """Raises ProtocolError unless every row is free."""
         if self.running or self._left_rows or len(self._free_rows) != len(self.token_ids):
             raise ProtocolError(f"{len(self.running)} sequences run and {len(self._left_rows)} rows are kept back in an idle engine")
-
-
-@cache
-def _loops() -> ModuleType:
-    """Imported and compiled when they are first needed, as those of the block manager."""
-    from engine.scheduler import loops_sequences
-
-    loops_sequences.compile_all()
-    return loops_sequences

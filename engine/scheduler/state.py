@@ -5,27 +5,25 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from engine.config import EngineConfig
+from engine.scheduler import loops_sequences
 from engine.scheduler.block_manager import BlockManager
 from engine.scheduler.host_pool import HostPool
+from engine.scheduler.loops_sequences import EosTokenIds
 from engine.scheduler.outcome import Events
 from engine.scheduler.preemption import Costs
 from engine.scheduler.sequence import Sequence
 from engine.scheduler.sequence_table import SequenceTable
 from engine.scheduler.thrash import ThrashMeter
 from engine.scheduler.waiting_line import WaitingLine
+from protocol.arrays import Int32
 from protocol.messages import RequestKey
-
-Int32 = npt.NDArray[np.int32]
 
 
 class Proposer(Protocol):
     """Guesses the next tokens of a sequence."""
 
-    def propose(self, key: RequestKey, token_ids: npt.NDArray[np.int32], max_num_drafts: int) -> list[int]:
+    def propose(self, key: RequestKey, token_ids: Int32, max_num_drafts: int) -> list[int]:
         """`token_ids`: all known tokens, not to be kept. Returns the drafts, at most `max_num_drafts`."""
         ...
 
@@ -36,7 +34,7 @@ class SchedulerState:
     blocks: BlockManager
     table: SequenceTable
     line: WaitingLine
-    eos_token_ids: Int32
+    eos_token_ids: EosTokenIds
     proposer: Proposer | None
     """None: no drafts."""
     live: dict[RequestKey, Sequence] = field(default_factory=dict)
@@ -96,8 +94,6 @@ class SchedulerState:
 
     def name_filled(self, first: int, end: int) -> None:
         """Makes the blocks findable that the tokens just placed for the positions `first` to `end` - 1 fill up."""
-        table = self.table
-        table.loops.name_filled(
-            *(*self.blocks.arrays, table.row, table.tokens, table.computed, table.edge, table.chained, table.block_tables),
-            *(table.blocks_of_tokens, table.chains, table.num, first, end, table.words),
-        )
+        table, arrays = self.table, self.blocks.arrays
+        known, chains = table.blocks_of_tokens, table.chains
+        loops_sequences.name_filled(*arrays, table.state, table.block_tables, known, chains, first, end, table.words)

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from kv_transfer.block_ids import Int64
 from kv_transfer.device.device import Gather, Tensor
 from kv_transfer.device.foreign_tensor import CUDA, foreign_tensor
+from protocol.arrays import Int64
 from protocol.errors import CapacityError, ConfigError, PullFailed
 
 HANDLE_BYTES = 64

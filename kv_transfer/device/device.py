@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kv_transfer.block_ids import Int64
+from protocol.arrays import Int64
 
 Tensor = Any
 """uint8 [num_blocks, block_bytes] in GPU memory: torch's on a real device. Passes through transfers unread."""

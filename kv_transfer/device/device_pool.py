@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-from kv_transfer.block_ids import Int64
 from kv_transfer.device.device import Device, DeviceBlocks, Gather, Tensor
 from kv_transfer.segment import NONCE_BYTES
+from protocol.arrays import Int64
 from protocol.errors import PullFailed
 
 POLL_S = 50e-6

@@ -13,9 +13,9 @@ from itertools import count
 
 import numpy as np
 
-from kv_transfer.block_ids import Int64
 from kv_transfer.device.device import Gather, Tensor
 from kv_transfer.segment import DIRECTORY, NONCE_BYTES, PREFIX, SharedSegment
+from protocol.arrays import Int64
 from protocol.errors import PullFailed
 
 HANDLE_BYTES = 64

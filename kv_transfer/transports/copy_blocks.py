@@ -9,8 +9,8 @@ from importlib import import_module
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.block_ids import Int64
 from kv_transfer.transport import Blocks
+from protocol.arrays import Int64
 
 
 def _copy_rows(destination: Blocks, source: Blocks, dst_rows: Int64, src_rows: Int64) -> None:

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from weakref import WeakSet
 
-from kv_transfer.block_ids import Int64, checked_pairs, merged_runs
+from kv_transfer.block_ids import checked_pairs, merged_runs
 from kv_transfer.device.device import Device, DeviceBlocks, Gather
 from kv_transfer.device.device_pool import DevicePool, DeviceStream
 from kv_transfer.endpoint import offer_of, single
@@ -24,6 +24,7 @@ from kv_transfer.lease import read_word
 from kv_transfer.segment import NONCE_BYTES, SharedSegment
 from kv_transfer.transport import Endpoint
 from kv_transfer.transports.pull_thread import Pull, PullThread
+from protocol.arrays import Int64
 from protocol.errors import PullFailed
 
 logger = logging.getLogger(__name__)

@@ -20,12 +20,13 @@ from weakref import WeakSet
 
 import numpy as np
 
-from kv_transfer.block_ids import Int64, checked_pairs, merged_runs
+from kv_transfer.block_ids import checked_pairs, merged_runs
 from kv_transfer.endpoint import offer_of, single
 from kv_transfer.lease import Words
 from kv_transfer.segment import NONCE_BYTES
 from kv_transfer.transport import Endpoint
 from kv_transfer.transports.pull_thread import Pull, PullThread
+from protocol.arrays import Int64
 from protocol.errors import PullFailed
 
 logger = logging.getLogger(__name__)

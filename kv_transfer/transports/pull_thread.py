@@ -4,7 +4,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-from kv_transfer.block_ids import Int64
+from protocol.arrays import Int64
 from protocol.errors import PullFailed
 
 

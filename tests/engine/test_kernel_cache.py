@@ -18,14 +18,17 @@ import torch
 pytest.importorskip("numba")
 
 from engine import kernel_cache
-from engine.kernel_cache import KernelCache, _folder, compiled, compiled_loop, one_compiles
+from engine.kernel_cache import KernelCache, compiled, compiled_loop, folder_of, one_compiles
 from engine.models.llama import build_model
-from engine.runners import cpu_kernels
+from engine.runners import cpu_kernels, cpu_simd
 from engine.runners.cpu_simd import make_widen_row
 from engine.runners.torch_cpu import TorchCPURunner
 from tests.engine.tiny_llama import TINY, random_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore::numba.NumbaPerformanceWarning")  # a kernel of one row has nothing to do in parallel
+
+
+SOURCES = (__file__, cpu_simd.__file__)
 
 
 def make_widen(num: int, bf16: bool, key: str) -> Any:
@@ -35,7 +38,7 @@ def make_widen(num: int, bf16: bool, key: str) -> Any:
     def widen(row: Any, out: Any) -> None:
         piece(row.ctypes.data, out.ctypes.data)
 
-    return compiled(widen, key)
+    return compiled(SOURCES, key)(widen)
 
 
 def test_found_again_under_its_key_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +46,7 @@ def test_found_again_under_its_key_and_no_other(tmp_path: Path, monkeypatch: pyt
     row = (np.arange(32, dtype=np.float32).view(np.uint32) >> 16).astype(np.uint16)
     for key, num, hits in (("16", 16, 0), ("16", 16, 1), ("32", 32, 0), ("32", 32, 1)):
         widen, out = make_widen(num, True, key), np.zeros(32, dtype=np.float32)
-        with one_compiles(__file__):
+        with one_compiles(SOURCES):
             widen(row, out)
         assert sum(widen.stats.cache_hits.values()) == hits
         assert out.tolist() == [*range(num), *[0] * (32 - num)]
@@ -59,7 +62,7 @@ def test_loops_are_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             for i in range(len(numbers)):
                 numbers[i] += i
 
-        loop = compiled_loop(count)
+        loop: Any = compiled_loop(SOURCES)(count)
         loop(numbers)
         assert sum(loop.stats.cache_hits.values()) == hits
     assert numbers.tolist() == [0, 2, 4]
@@ -69,7 +72,7 @@ LOOP = """
 from engine.kernel_cache import compiled_loop
 
 
-@compiled_loop
+@compiled_loop((__file__,))
 def count(numbers):
     for i in range(len(numbers)):
         numbers[i] += i
@@ -103,8 +106,8 @@ def count_up() -> tuple[Any, list[int]]:
         for i in range(len(numbers)):
             numbers[i] += i
 
-    loop, numbers = compiled_loop(count), np.zeros(3, np.int32)
-    with one_compiles(__file__):
+    loop, numbers = compiled_loop(SOURCES)(count), np.zeros(3, np.int32)
+    with one_compiles(SOURCES):
         loop(numbers)
     return loop, numbers.tolist()
 
@@ -165,7 +168,7 @@ def test_a_file_where_the_folder_should_be(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "file").touch()
     monkeypatch.setenv("TWOPASS_CACHE", str(tmp_path / "file"))
     widen, out = make_widen(16, False, ""), np.zeros(16, dtype=np.float32)
-    with one_compiles(__file__):
+    with one_compiles(SOURCES):
         widen(np.arange(16, dtype=np.float32), out)
     assert out.tolist() == list(range(16))
     assert len(told()) == 1
@@ -197,7 +200,7 @@ def test_symbols_of_attention_carry_its_shape() -> None:
     """Else a process that loads two shapes which two others compiled may run one for the other."""
     model = build_model(TINY, "float32", random_tensors(TINY).__getitem__)
     TorchCPURunner(model, torch.zeros(2 * 2 * 2 * 2 * 16 * 64 * 4, dtype=torch.uint8), block_size=16, num_threads=1)
-    files = list(_folder(cpu_kernels.__file__).glob("*.attention_64_3_16_f32*.nbc"))
+    files = list(folder_of(cpu_kernels.SOURCES).glob("*.attention_64_3_16_f32*.nbc"))
     assert files
     for file in files:
         names = set(re.findall(rb"make_attention12_3clocals_3e\d+(\w+?)B\d+v", file.read_bytes()))

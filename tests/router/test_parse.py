@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from protocol.arrays import Int32
 from protocol.errors import InvalidRequest
-from protocol.messages import Int32, SamplingParams
+from protocol.messages import SamplingParams
 from router.parse import MAX_CHAT_MESSAGES, Parsed, parse_abort, parse_bytes, parse_generate
 from router.tokenizer import NumberTokenizer
 from tests.router.bad_requests import MAX_MODEL_LEN, bad_message, good_request

@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from hypothesis import HealthCheck, given, settings
 
 import twopass
+from protocol.arrays import Int32
 from protocol.errors import (
     CapacityError,
     DeadlineExceeded,
@@ -26,7 +27,7 @@ from protocol.errors import (
     RequestError,
     RequestFailed,
 )
-from protocol.messages import ROUTER_ID, Address, Envelope, Hello, Int32, PeerGap, ReplicaStatus, RouterStatus, TokenLogprobs
+from protocol.messages import ROUTER_ID, Address, Envelope, Hello, PeerGap, ReplicaStatus, RouterStatus, TokenLogprobs
 from router.admission import ClientRequest
 from router.config import RouterConfig
 from router.policy import ReplicaView

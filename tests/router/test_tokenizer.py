@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
+from protocol.arrays import Int32
 from protocol.errors import InvalidRequest, ModelError
-from protocol.messages import Int32
 from router.tokenizer import NumberTokenizer, TextTokenizer, Tokenizer, load_tokenizer
 from tests.router.small_tokenizer import CHAT_TEMPLATE, SAMPLES, make_tokenizer, write_model_dir
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import twopass
+from protocol.arrays import Int32
 from protocol.errors import DeadlineExceeded, RequestFailed
-from protocol.messages import Int32
 from router.tokenizer import NumberTokenizer
 from tests.router.scripted_core import VOCAB_SIZE, Serving, scenario
 from tests.router.test_tracing import Recorded

@@ -9,6 +9,7 @@ from decode_pool.pulls import Pulls
 from decode_pool.service import Decode, DecodeService
 from engine.runner import Batch, StepOutput
 from engine.scheduler import admission, placement
+from engine.scheduler.loops_sequences import ALLOWED
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import Request, Sequence
 from engine.scheduler.state import SchedulerState
@@ -257,13 +258,13 @@ def everything_counts_as_disaggregated(patch: pytest.MonkeyPatch) -> None:
 
 
 def drafts_before_the_next_answers_token(patch: pytest.MonkeyPatch) -> None:
-    def ration(state: SchedulerState, budget: int, threshold: int) -> Any:
+    def ration(state: SchedulerState, budget: int, threshold: int) -> int:
         table = state.table
         for position in range(len(table)):
             num = min(int(table.goal[position] - table.computed[position]), threshold, budget)
             table.allowed[position] = table.computed[position] + num
             budget -= num
-        return table.allowed
+        return ALLOWED
 
     patch.setattr(placement, "_ration", ration)
 

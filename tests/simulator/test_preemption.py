@@ -6,12 +6,13 @@ from itertools import product
 
 import pytest
 
-from engine.runner import Batch, Int32, StepOutput
+from engine.runner import Batch, StepOutput
 from engine.runners.host_copies import HostCopies
 from engine.scheduler.host_pool import HostPool
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import Sequence
 from engine.scheduler.state import SchedulerState
+from protocol.arrays import Int32
 from simulator.scenario import ALL_FAULTS, NO_FAULTS, Faults, drawn
 from simulator.simulation import Simulation
 from simulator.violation import Violation

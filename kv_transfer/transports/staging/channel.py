@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from kv_transfer.lease import barrier
 from kv_transfer.transports.staging.doorbell import Doorbell
+from protocol.arrays import Int64, UInt64
 
 MAX_PIECES = 1024
 """Of one order."""
@@ -91,7 +92,7 @@ class Channel:
         header, text, _ = self._order(number)
         return text[: int(header[1])].tobytes().decode(errors="replace")
 
-    def _order(self, number: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    def _order(self, number: int) -> tuple[UInt64, npt.NDArray[np.uint8], Int64]:
         """Views of number of pieces and error length; error text; pieces."""
         begin = _PAGE + number % self.num_buffers * _ORDER_BYTES
         order = self._memory[begin : begin + _ORDER_BYTES]

@@ -24,6 +24,7 @@ from engine.runners.cuda_copies import DeviceEvent, upload
 from engine.runners.cuda_memory import kv_blocks, largest_batch
 from engine.runners.step_plan import plan_step
 from engine.runners.torch_cpu import TorchCPURunner
+from protocol.arrays import Int32
 from protocol.errors import CapacityError, ConfigError, TwopassError
 from protocol.messages import SamplingParams
 from tests.engine.runner_driver import generate, make_batch
@@ -163,7 +164,7 @@ def test_sampled_answers_and_their_logprobs(how: dict[str, Any], graph_sizes: tu
             assert ours.values.top == pytest.approx(theirs.values.top, abs=1e-3)
 
 
-def step(number: int, token_ids: npt.NDArray[np.int32], pending: bool) -> Batch:
+def step(number: int, token_ids: Int32, pending: bool) -> Batch:
     """Row 1 of 2 gets its next token computed; its prompt has 20."""
     return Batch(
         step=number,

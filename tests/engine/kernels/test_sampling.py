@@ -5,13 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
 from engine import sampling as on_cpu
 from engine.kernels import sampling
 from engine.sampling_metadata import SamplingMetadata
+from protocol.arrays import Float32
 from protocol.messages import SamplingParams
 
 VOCAB = 9001
@@ -46,9 +46,7 @@ def rng() -> np.random.Generator:
     return np.random.default_rng(7)
 
 
-def choose_both(
-    scores: npt.NDArray[np.float32], choices: Sequence[SamplingParams], seeds: Sequence[int], index: int
-) -> tuple[list[int], list[int]]:
+def choose_both(scores: Float32, choices: Sequence[SamplingParams], seeds: Sequence[int], index: int) -> tuple[list[int], list[int]]:
     """What the kernels and the CPU choose for every row of `scores` at `index` of its answer."""
     count = len(choices)
     table = SamplingMetadata(count)

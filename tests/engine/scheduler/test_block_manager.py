@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from engine.scheduler import block_manager
-from engine.scheduler.block_manager import BlockManager, Int32
+from engine.scheduler.block_manager import BlockManager
+from protocol.arrays import Int32
 from protocol.block_hash import HASH_BYTES, to_rows
 from protocol.errors import ProtocolError
 

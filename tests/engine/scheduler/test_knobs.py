@@ -3,7 +3,6 @@
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from engine.config import EngineConfig
@@ -11,6 +10,7 @@ from engine.runners.arithmetic import ArithmeticRunner
 from engine.runners.arithmetic_model import expected_tokens
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import Request
+from protocol.arrays import Int32
 from protocol.clock import VirtualClock
 from protocol.errors import InvalidRequest
 from protocol.messages import RequestKey, SamplingParams
@@ -39,9 +39,7 @@ class Engine:
         self.ended: list[str] = []
         self._count = 0
 
-    def add(
-        self, name: str, num_prompt: int, max_tokens: int = 1, *, prompt: npt.NDArray[np.int32] | None = None, priority: int = 0
-    ) -> None:
+    def add(self, name: str, num_prompt: int, max_tokens: int = 1, *, prompt: Int32 | None = None, priority: int = 0) -> None:
         """Prompts differ from their first token on unless given."""
         self._count += 1
         if prompt is None:
@@ -272,7 +270,7 @@ class Guesses:
     def __init__(self, *, right: bool) -> None:
         self._right = right
 
-    def propose(self, key: RequestKey, token_ids: npt.NDArray[np.int32], max_num_drafts: int) -> list[int]:
+    def propose(self, key: RequestKey, token_ids: Int32, max_num_drafts: int) -> list[int]:
         if not self._right:
             return [0] * max_num_drafts
         num_prompt = 8

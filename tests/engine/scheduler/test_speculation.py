@@ -3,7 +3,6 @@
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
@@ -19,6 +18,7 @@ from engine.scheduler.proposer import NGramProposer
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import Request
 from engine.scheduler.step_counts import StepCounts
+from protocol.arrays import Int32
 from protocol.block_hash import chain_hashes, root_hash
 from protocol.errors import ConfigError
 from protocol.messages import RequestKey, SamplingParams, StepTokens
@@ -39,7 +39,7 @@ class KnownAnswers:
         self.asked: list[tuple[int, int]] = []
         """(tokens of the answer so far, room)"""
 
-    def propose(self, key: RequestKey, token_ids: npt.NDArray[np.int32], max_num_drafts: int) -> list[int]:
+    def propose(self, key: RequestKey, token_ids: Int32, max_num_drafts: int) -> list[int]:
         which = int(key.request_id)
         done = len(token_ids) - len(self._prompts[which])
         self.asked.append((done, max_num_drafts))

@@ -4,6 +4,7 @@
 # make check    formatting, lint, types, import borders
 # make format   rewrites the tree in the house format
 # make proto    regenerates the gRPC stubs from twopass/proto/twopass.proto
+# make docs     rewrites the tables of docs/handoff.md from the code; a test compares them
 # make bench    scheduler, transfer, router, serving, interference and preemption figures of this machine (about 10 minutes)
 # make soak     ten minutes of mixed load; exits 1 when blocks or memory do not come back; ARGS="--minutes 60" is passed on
 #
@@ -18,7 +19,7 @@ STAMP := .venv/.twopass-setup
 FIND_LINKS = $(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null)
 ARGS ?=
 
-.PHONY: setup demo test check format proto bench soak
+.PHONY: setup demo test check format proto docs bench soak
 
 setup: $(STAMP)
 
@@ -46,6 +47,9 @@ format: setup
 
 proto: setup
 	$(BIN)/python -m twopass.proto.generate
+
+docs: setup
+	$(BIN)/python -m docs.handoff_tables
 
 bench: setup
 	$(BIN)/python -m bench.scheduler_time --json

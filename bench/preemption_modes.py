@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
 from cluster.fetch import demo_model_dir
-from engine.config import EngineConfig
+from engine.config import EngineConfig, Knob
 from engine.models.llama import load_model
 from engine.runner import Batch
 from engine.runners.arithmetic_model import expected_tokens
@@ -28,8 +28,6 @@ from router.admission import ClientRequest
 from router.config import RouterConfig
 from simulator.scenario import NO_FAULTS, Client, Scenario
 from simulator.simulation import Simulation
-
-Mode = Literal["recompute", "swap", "remote", "auto"]
 
 BLOCK_SIZE = 16
 CONTEXT = 256
@@ -112,7 +110,7 @@ def _batch(num_sequences: int, computed: int, scheduled: int) -> Batch:
 # ---- the load
 
 
-def pressure(mode: Mode, costs: MeasuredCosts, *, num_host_blocks: int, num_requests: int = NUM_REQUESTS, seed: int = 1) -> Scenario:
+def pressure(mode: Knob, costs: MeasuredCosts, *, num_host_blocks: int, num_requests: int = NUM_REQUESTS, seed: int = 1) -> Scenario:
     """One prefill and one decode engine, the latter too small for the load, in one mode."""
 
     def step_seconds(batch: Batch) -> float:
@@ -157,7 +155,7 @@ def _clients(count: int, seed: int) -> list[Client]:
     return clients
 
 
-def run_mode(mode: Mode, costs: MeasuredCosts, *, num_host_blocks: int, num_requests: int = NUM_REQUESTS) -> Row:
+def run_mode(mode: Knob, costs: MeasuredCosts, *, num_host_blocks: int, num_requests: int = NUM_REQUESTS) -> Row:
     """Raises RuntimeError if any answer is not the right one."""
     simulation = Simulation(pressure(mode, costs, num_host_blocks=num_host_blocks, num_requests=num_requests), checked=False)
     simulation.run()
@@ -190,7 +188,7 @@ def run(model_dir: Path, note: Callable[[str], None] = lambda text: None) -> dic
     costs = measure_costs(model_dir)
     note(f"measured in {time.perf_counter() - started:.1f} s: {costs}")
     ample, scarce = NUM_BLOCKS, NUM_BLOCKS // 12
-    loads: list[tuple[Mode, int]] = [("recompute", 0), ("swap", ample), ("swap", scarce), ("remote", 0), ("auto", ample), ("auto", scarce)]
+    loads: list[tuple[Knob, int]] = [("recompute", 0), ("swap", ample), ("swap", scarce), ("remote", 0), ("auto", ample), ("auto", scarce)]
     rows = [run_mode(mode, costs, num_host_blocks=num_host_blocks) for mode, num_host_blocks in loads]
     ratios = [
         {

@@ -1,8 +1,11 @@
 """The server's commands: serve, plan, demo, replay. Imports what is heavy only inside the command that needs it."""
 
 import json
+import os
 import signal
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from functools import wraps
 from pathlib import Path
@@ -18,13 +21,16 @@ from twopass.errors import TwopassError as ClientError
 P = ParamSpec("P")
 
 DRAIN_S = 30.0
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 console = plain_console(stderr=True)
 
 
 def register(app: typer.Typer) -> None:
     """Adds the commands to `app`."""
-    for command in (serve, plan, simulate, demo, replay):
+    for starting in (serve, demo):
+        app.command()(_ending_here(_reported(starting)))
+    for command in (plan, simulate, replay):
         app.command()(_reported(command))
 
 
@@ -42,15 +48,45 @@ def _reported(command: Callable[P, None]) -> Callable[P, None]:
     return run
 
 
+def _ending_here(command: Callable[P, None]) -> Callable[P, None]:
+    """For commands with a Ray. The process ends with them: nothing is left to do, and Ray's threads in it may hang."""
+
+    @wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # interrupts no import, and no thread but this one
+        code = 0
+        try:
+            command(*args, **kwargs)
+        except typer.Exit as ended:
+            code = ended.exit_code
+        with suppress(OSError):  # nobody may be there to read
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+    return run
+
+
 class StopRequest:
-    """SIGINT, SIGTERM and SIGHUP: while serving the first asks for a drain and the next one interrupts; after that the rest is ignored."""
+    """SIGINT, SIGTERM and SIGHUP: while serving the first asks for a drain and the next one interrupts; after that the rest is ignored.
+
+    A signal to the process group or cgroup reaches the private Ray and its actors too: they leave it to this process.
+    """
 
     def __init__(self) -> None:
         self.serving = False
         self.asked = False
         self._insisted = False
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
+
+    def listen(self) -> None:
+        """Signals that came before are heard now."""
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+    def ignore(self) -> None:
+        """From now on: what is still to do takes seconds."""
+        self.asked = self._insisted = True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.serving and not self.asked:
@@ -73,10 +109,14 @@ def serve(
     from cluster.config import load
 
     loaded = load(config, set_ or [])
-    stop = StopRequest()
+    from cluster.ray_address import job_warning
     from cluster.serve import Deployment
 
+    stop = StopRequest()
     try:
+        stop.listen()
+        if warning := job_warning(drain_s):
+            console.print(f"warning: {warning}", style="yellow")
         with Deployment(loaded, console.print) as deployment:
             stop.serving = True
             console.print(f"serving on {_reached_at(loaded.router.grpc_host, deployment.port)}; Ctrl-C drains")
@@ -88,7 +128,8 @@ def serve(
             if num_lost is None:
                 console.print("stopping; the router died, what was open is lost")
             else:
-                console.print(f"stopping; {num_lost} requests were still open" if num_lost else "drained, stopping")
+                console.print(f"stopping; {num_lost} requests did not end in time" if num_lost else "drained, stopping")
+            stop.ignore()
     except KeyboardInterrupt:
         console.print("stopped")
         raise typer.Exit(130) from None
@@ -110,8 +151,8 @@ def plan(
         int | None, typer.Option(min=1, help="Answers being written at once, over all engines; default: one for every seat.")
     ] = None,
     device_memory_gib: Annotated[float | None, typer.Option(min=0, help="Of one GPU; default: of the first GPU here.")] = None,
-    gb_per_s: Annotated[float | None, typer.Option("--gb-per-s", min=0, help="Bandwidth of KV transfer, 10^9 bytes a second.")] = None,
-    prefill_tokens_per_s: Annotated[float | None, typer.Option(min=0, help="Prompt tokens that one engine computes in a second.")] = None,
+    gb_per_s: Annotated[float | None, typer.Option("--gb-per-s", min=0.001, help="Bandwidth of KV transfer, 10^9 bytes a second.")] = None,
+    prefill_tokens_per_s: Annotated[float | None, typer.Option(min=1, help="Prompt tokens that one engine computes in a second.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Prints JSON.")] = False,
 ) -> None:
     """Prints what a configuration means: blocks, sequences at once, steps per prompt, and which budget binds. Starts nothing."""
@@ -121,13 +162,17 @@ def plan(
 
     loaded = load(config, set_ or [])
     needs_gpu = any(pool.num_gpus for pool in (loaded.prefill, loaded.decode) if pool.replicas)
-    device_memory_bytes = int(device_memory_gib * planning.GIB) if device_memory_gib else planning.gpu_memory_bytes() if needs_gpu else None
+    device_memory_bytes = (
+        int(device_memory_gib * planning.GIB) if device_memory_gib is not None else planning.gpu_memory_bytes() if needs_gpu else None
+    )
     seats = loaded.decode.engine.max_num_seqs * loaded.decode.replicas
     planned = planning.plan(
         loaded,
         planning.Load(prompt_tokens=prompt_tokens, output_tokens=output_tokens, num_running=running or seats),
         device_memory_bytes=device_memory_bytes,
-        rates=planning.Rates(transfer_bytes_per_s=gb_per_s * 1e9 if gb_per_s else None, prefill_tokens_per_s=prefill_tokens_per_s),
+        rates=planning.Rates(
+            transfer_bytes_per_s=gb_per_s * 1e9 if gb_per_s is not None else None, prefill_tokens_per_s=prefill_tokens_per_s
+        ),
     )
     if json_:
         typer.echo(json.dumps(asdict(planned)))
@@ -173,8 +218,9 @@ def demo(
     """One prefill engine, one decode engine and a router answer eight prompts at once."""
     from cluster.demo import run
 
-    StopRequest()
+    stop = StopRequest()
     try:
+        stop.listen()
         run(model, json_)
     except KeyboardInterrupt:
         console.print("stopped")

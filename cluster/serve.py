@@ -6,6 +6,7 @@
 4. `watch` looks at every process. A dead engine is reported to the router, its memory removed, and it comes back under a higher epoch.
    A dead router comes back on the same port, under a higher epoch too, and is told of every live engine; the requests it had are lost.
 5. `drain` lets open requests end; `stop` ends all processes and leaves no process, shared memory, folder or port behind.
+6. When a part of Ray itself dies, nothing can be watched or replaced any more: every step raises ClusterLost.
 """
 
 import secrets
@@ -18,11 +19,12 @@ from typing import Any, Literal, Self
 
 from cluster import build
 from cluster.config import ClusterConfig, PoolConfig
-from cluster.ray_handles import Actor, ActorDied, Bundle, Mailbox, RayCluster, ready, result
+from cluster.ray_cluster import Bundle, RayCluster
+from cluster.ray_handles import Actor, ActorDied, Mailbox
 from decode_pool.actor import DecodeActor
 from kv_transfer.segment import PREFIX, remove_stale
 from prefill_pool.actor import PrefillActor
-from protocol.errors import CapacityError, StartupError
+from protocol.errors import CapacityError, ClusterLost, StartupError
 from protocol.messages import ROUTER_ID, Address
 from router.actor import RouterActor
 from router.policy import Replica as ReplicaLoad
@@ -32,7 +34,7 @@ START_TIMEOUT_S = 300.0
 GREETING_TIMEOUT_S = 30.0
 """Longest wait until the router has every engine's `Hello`: it takes one message each way."""
 STOP_TIMEOUT_S = 5.0
-"""Longest wait for a process to give its memory back before it is killed."""
+"""Longest wait for all processes to give their memory back before they are killed."""
 ROUTER_STALL_TIMEOUT_S = 60.0
 """A router that leaves a question unanswered for longer counts as dead; an engine has its own `stall_timeout_s`."""
 STABLE_S = 60.0
@@ -44,7 +46,7 @@ Role = Literal["router", "prefill", "decode"]
 
 
 @dataclass(slots=True)
-class Place:
+class ReplicaProcess:
     """The router, or one engine of a pool: what is always there again, and the process that fills it now."""
 
     replica_id: str
@@ -86,11 +88,15 @@ class Deployment:
     metrics_port: int = 0
     """Where Prometheus scrapes."""
     _epoch: int = 0
-    _ray: RayCluster | None = None
-    _router: Place = field(default_factory=lambda: Place(ROUTER_ID, "router", None))
-    _engines: list[Place] = field(default_factory=list)
+    _ray: RayCluster = field(init=False)
+    _router: ReplicaProcess = field(default_factory=lambda: ReplicaProcess(ROUTER_ID, "router", None))
+    _engines: list[ReplicaProcess] = field(default_factory=list)
     _vocab_size: int = 0
-    _draining: bool = False
+    _drained_at: float | None = None
+    """When the drain is over; None before it begins."""
+
+    def __post_init__(self) -> None:
+        self._ray = RayCluster(self._namespace, self.prefix)
 
     def __enter__(self) -> Self:
         try:
@@ -113,45 +119,51 @@ class Deployment:
         return loads or []
 
     def watch(self, timeout_s: float = 0.25) -> None:
-        """One look at every process, then waits `timeout_s`."""
+        """One look at every process, then waits `timeout_s`. Raises ClusterLost."""
+        self._ray.check()
         now = time.monotonic()
-        if not (self._draining and self._router.state == "down"):
+        if not (self._drained_at is not None and self._router.state == "down"):
             self._watch(self._router, now)
         lost: list[Address] = self._ask_router("take_lost") or []
         for engine in self._engines:
             if engine.actor is not None and engine.actor.address in lost:
-                self._bury(engine, "its messages do not arrive", now)
+                self._replace_dead(engine, "its messages do not arrive", now)
             else:
                 self._watch(engine, now)
         time.sleep(timeout_s)
 
     def drain(self, deadline_s: float) -> int | None:
-        """Takes nothing new and waits for open requests; returns how many were open at the end. None: the router died, all are lost."""
-        self._draining = True
-        drained_at = time.monotonic() + deadline_s
+        """Takes nothing new and waits for open requests; returns how many did not end in time. None: the router died, all are lost."""
+        self._drained_at = time.monotonic() + deadline_s
         try:
-            self._router.live.call("drain", deadline_s)
-            while (num_open := int(self._router.live.call("num_open"))) and time.monotonic() < drained_at:
+            router = self._router.live
+            router.call("drain", deadline_s, timeout_s=self._patience_s())
+            while num_open := int(router.call("num_open", timeout_s=self._patience_s())):
+                if time.monotonic() >= self._drained_at:
+                    break
                 self.watch()
+            return num_open + int(router.call("num_cut_short", timeout_s=self._patience_s()))
         except (ActorDied, StartupError):
             return None
-        return num_open
 
     def stop(self) -> None:
         """Ends every process and removes what they leave. Open requests are lost."""
-        if self._ray is None:
-            return
         places = [place for place in (self._router, *self._engines) if place.actor is not None]
         try:
+            self._ray.check()
             stopping = [place.live.start("stop") for place in places if place.state == "up"]
+            until = time.monotonic() + STOP_TIMEOUT_S
             for reference in stopping:
-                ready(reference, STOP_TIMEOUT_S)
+                self._ray.ready(reference, max(0.0, until - time.monotonic()))
+            if self._ray.folder is None:  # what a private Ray carries ends with it
+                for place in places:
+                    place.live.kill()
+        except ClusterLost:
+            pass
         finally:
             for place in places:
-                place.live.kill()
+                place.actor = None
             self._ray.close()
-            self._ray = None
-            remove_stale(self.prefix)
 
     def _start(self) -> None:
         config = self.config
@@ -163,12 +175,10 @@ class Deployment:
         self.port, self.metrics_port = config.router.grpc_port, config.router.metrics_port
         roles: list[tuple[Role, int]] = [("prefill", config.prefill.replicas), ("decode", config.decode.replicas)]
         names: list[tuple[str, Role]] = [(f"{role}-{i}", role) for role, replicas in roles for i in range(replicas)]
-        self._engines = [Place(name, role, bundle) for bundle, (name, role) in enumerate(names)]
+        self._engines = [ReplicaProcess(name, role, bundle) for bundle, (name, role) in enumerate(names)]
         bundles = [Bundle(pool.num_threads, pool.num_gpus) for pool in map(self._pool, self._engines)]
         self.progress("starting Ray")
-        self._ray = RayCluster.open(
-            self._namespace, num_cpus=sum(bundle.num_cpus for bundle in bundles), num_gpus=sum(bundle.num_gpus for bundle in bundles)
-        )
+        self._ray.open(num_cpus=sum(bundle.num_cpus for bundle in bundles), num_gpus=sum(bundle.num_gpus for bundle in bundles))
         self._ray.place(bundles)
         self.progress(f"starting the router, {', '.join(engine.replica_id for engine in self._engines)}")
         for place in (self._router, *self._engines):
@@ -177,11 +187,11 @@ class Deployment:
             self._await_first_start(place)
         self._await_greetings()
 
-    def _await_first_start(self, place: Place) -> None:
-        if not ready(place.pending, START_TIMEOUT_S):
+    def _await_first_start(self, place: ReplicaProcess) -> None:
+        if not self._ray.ready(place.pending, START_TIMEOUT_S):
             raise CapacityError(f"{place.replica_id} has not started within {START_TIMEOUT_S:g} s")
         try:
-            answer = result(place.pending)
+            answer = self._ray.result(place.pending)
         except ActorDied as error:
             raise StartupError(f"{place.replica_id} died while starting: {error}") from None
         self._came_up(place, answer, time.monotonic())
@@ -198,8 +208,7 @@ class Deployment:
         heard = {load.address for load in self.loads()}
         return [engine.replica_id for engine in self._engines if engine.actor is None or engine.actor.address not in heard]
 
-    def _launch(self, place: Place) -> None:
-        assert self._ray is not None
+    def _launch(self, place: ReplicaProcess) -> None:
         config, now = self.config, time.monotonic()
         address, mailbox = Address(place.replica_id, self._next_epoch()), Mailbox(self._namespace)
         if place.role == "router":
@@ -214,7 +223,7 @@ class Deployment:
         place.state, place.since = "starting", now
         place.ask("start", now)
 
-    def _came_up(self, place: Place, answer: Any, now: float) -> None:
+    def _came_up(self, place: ReplicaProcess, answer: Any, now: float) -> None:
         """`answer`: of its `start`; a router's is the port."""
         place.state, place.since = "up", now
         place.ask("failure", now)
@@ -227,32 +236,32 @@ class Deployment:
             if engine.state == "up":
                 self._ask_router("replica_started", engine.live.address)
 
-    def _watch(self, place: Place, now: float) -> None:
+    def _watch(self, place: ReplicaProcess, now: float) -> None:
         if place.state == "down":
             if now >= place.since:
                 self._launch(place)
             return
-        if not ready(place.pending, 0):
+        if not self._ray.ready(place.pending, 0):
             limit_s = START_TIMEOUT_S if place.state == "starting" else self._stall_timeout_s(place)
             if now - place.asked_at > limit_s:
-                self._bury(place, f"it has not answered for {limit_s:g} s", now)
+                self._replace_dead(place, f"it has not answered for {limit_s:g} s", now)
             return
         try:
-            answer = result(place.pending)
+            answer = self._ray.result(place.pending)
         except ActorDied:
-            self._bury(place, "its process died", now)
+            self._replace_dead(place, "its process died", now)
         except StartupError as error:
-            self._bury(place, str(error), now)
+            self._replace_dead(place, str(error), now)
         else:
             if place.state == "starting":
                 self._came_up(place, answer, now)
                 self.progress(f"{place.replica_id} is back")
             elif answer:
-                self._bury(place, answer, now)
+                self._replace_dead(place, answer, now)
             else:
                 place.ask("failure", now)
 
-    def _bury(self, place: Place, failure: str, now: float) -> None:
+    def _replace_dead(self, place: ReplicaProcess, failure: str, now: float) -> None:
         if place.state == "up" and place.role != "router":
             self._ask_router("replica_down", place.live.address)
         elif place.state == "starting" and place.role == "router":
@@ -273,15 +282,21 @@ class Deployment:
         if router is None or self._router.state != "up":
             return None
         try:
-            return router.call(method, *args)
+            return router.call(method, *args, timeout_s=self._patience_s())
         except ActorDied:
             return None
 
-    def _pool(self, engine: Place) -> PoolConfig:
+    def _pool(self, engine: ReplicaProcess) -> PoolConfig:
         return self.config.prefill if engine.role == "prefill" else self.config.decode
 
-    def _stall_timeout_s(self, place: Place) -> float:
+    def _stall_timeout_s(self, place: ReplicaProcess) -> float:
         return ROUTER_STALL_TIMEOUT_S if place.role == "router" else self._pool(place).engine.stall_timeout_s
+
+    def _patience_s(self) -> float:
+        """Longest wait for an answer of the router: the drain bounds it."""
+        if self._drained_at is None:
+            return ROUTER_STALL_TIMEOUT_S
+        return min(ROUTER_STALL_TIMEOUT_S, max(1.0, self._drained_at - time.monotonic()))
 
     @property
     def _namespace(self) -> str:

@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from typing import cast, get_args
 
 from decode_pool.pulls import PullEnd, Pulls
+from engine.config import Mode
 from engine.runner import Batch, StepOutput
-from engine.scheduler.preemption import Mode, Reason
+from engine.scheduler.outcome import Events
+from engine.scheduler.preemption import Reason
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import Request
 from engine.scheduler.step_counts import PREFIX_COUNTERS, StepCounts
@@ -33,7 +35,6 @@ from protocol.log import about, label
 from protocol.messages import (
     AbortRequest,
     Address,
-    Drain,
     EndKind,
     Envelope,
     GenerateRequest,
@@ -48,7 +49,7 @@ from protocol.messages import (
     RequestKey,
     RouterStatus,
 )
-from protocol.router_link import ROUTER_SILENT, LinkConfig, RouterLink
+from protocol.router_link import ROUTER_SILENT, Ending, LinkConfig, RouterLink
 from protocol.timeline import Timeline
 from protocol.timers import Timers
 
@@ -104,13 +105,11 @@ class DecodeService:
         self._hello = hello
         self._block_bytes = block_bytes
         self._clock = clock
-        self._link = RouterLink(link, clock, self.outbox)
         self._entries: dict[RequestKey, Decode] = {}
         self._transport = transport
         self._pulls = Pulls(transport, clock, checksum)
         self._num_early = 0
         self.timers: Timers[tuple[DecodeTimer, RequestKey]] = Timers()
-        self._drain_at: float | None = None
         self.counters: dict[str, float] = dict.fromkeys(
             (
                 *("requests", "prompt_tokens", *PREFIX_COUNTERS, "transferred_tokens", "generated_tokens"),
@@ -125,40 +124,29 @@ class DecodeService:
         """`prompt_tokens`: computed here, counted when the prompt is complete; again after a preemption: `recomputed_tokens`.
         Each preemption counts under its mode, and under the reason for that."""
         self._steps = StepCounts(self.counters, scheduler.config)
-        self._handlers: dict[type, Callable[[Envelope], None]] = {
+        handlers: dict[type, Callable[[Envelope], None]] = {
             GenerateRequest: self._on_generate,
             AbortRequest: self._on_abort,
             KVHandoff: self._on_handoff,
             KVRevoke: self._on_revoke,
             PeerUp: self._on_peer_up,
             RouterStatus: self._on_router_status,
-            Drain: self._on_drain,
         }
+        self._link = RouterLink(
+            self, link, clock, address=address, hello=hello, handlers=handlers, outbox=self.outbox, counters=self.counters
+        )
 
     # ---- the verbs of a service
 
     def handle(self, envelope: Envelope) -> None:
-        """One message, in its sender's order. Stale epochs are dropped here; a stale handoff is refused, so that its lease ends soon."""
+        """One message, in its sender's order. Stale epochs are dropped; a stale handoff is refused, so that its lease ends soon."""
         message = envelope.message
-        if envelope.sender.replica_id == self._link.address.replica_id:
-            if envelope.sender.epoch < self._link.epoch:
-                self.counters["ignored"] += 1
-                return
-            self._meet_router(envelope.sender.epoch)
-            self._link.heard()
         if isinstance(message, KVHandoff) and message.key not in self._entries:
             if envelope.receiver != self.address or message.key.router_epoch < self._link.epoch:
                 self._refuse(envelope.sender, message.key, message.lease_id, "stale epoch")
                 return
-            self._meet_router(message.key.router_epoch)
-        if envelope.receiver != self.address:
-            self.counters["ignored"] += 1
-            return
-        handler = self._handlers.get(type(message))
-        if handler is None:
-            raise ProtocolError(f"{type(message).__name__} is no message for a decode engine")
-        handler(envelope)
-        self._link.flush()
+            self._link.meet(message.key.router_epoch)
+        self._link.handle(envelope)
 
     def tick(self) -> None:
         """Ended pulls, timers, the router's silence, the drain deadline, the status."""
@@ -167,16 +155,7 @@ class DecodeService:
             self._on_pull_end(self._entries[end.key], end)
         if due := self.timers.due(now):
             self._fire(due, now)
-        if self._link.silent():
-            self._router_gone()
-        if self._drain_at is not None and now >= self._drain_at:
-            self._end_all(DecodeEvent.DRAIN_DEADLINE, "returned", "drained")
-        self._link.flush()
-        seq = self._link.status_due()
-        if seq is not None:
-            self._link.send_status(self._status(seq))
-            if self.idle:
-                self.check_idle()
+        self._link.tick()
 
     def _fire(self, due: list[tuple[DecodeTimer, RequestKey]], now: float) -> None:
         """Timers whose time has come. Renewals go out in one message to each prefill engine.
@@ -202,10 +181,23 @@ class DecodeService:
         self.outbox.extend((peer, KVRenew(leases=tuple(leases))) for peer, leases in renewals.items())
 
     def schedule(self) -> Batch | None:
-        started_at = self._clock()
-        batch = self._scheduler.schedule()
-        events = self._scheduler.take_events()
-        self.counters["scheduler_seconds"] += self._clock() - started_at
+        """The next batch, if there is one. Where a reserved prompt was cached here whole, it has arrived meanwhile and nothing else would
+        wake us: asked again."""
+        batch = None
+        arrived = True
+        while batch is None and arrived:
+            started_at = self._clock()
+            batch = self._scheduler.schedule()
+            events = self._scheduler.take_events()
+            self.counters["scheduler_seconds"] += self._clock() - started_at
+            arrived = self._apply(events)
+        self._link.flush()
+        if batch is not None:
+            self._steps.scheduled(batch)
+        return batch
+
+    def _apply(self, events: Events) -> bool:
+        """What the scheduler has decided beside the batch. True: somebody reserved and has arrived at once."""
         for key, num_cached in events.admitted:
             entry = self._entries[key]
             if entry.state is DecodeState.RUNNING:  # its KV came from elsewhere
@@ -233,12 +225,8 @@ class DecodeService:
             self._link.end(key, self._slot(entry), "finished", finish_reason=finish_reason)
             self._close_timeline(entry)
             self._forget(entry, DecodeEvent.FINISHED)
-        self._link.flush()
-        if batch is not None:
-            self._steps.scheduled(batch)
-        elif any(self._entries[reserved.key].state is DecodeState.RUNNING for reserved in events.reserved if reserved.key in self._entries):
-            return self.schedule()  # its whole prompt was cached here, so it has arrived meanwhile, and nothing else would wake us
-        return batch
+        reserved_keys = [reserved.key for reserved in events.reserved]
+        return any(self._entries[key].state is DecodeState.RUNNING for key in reserved_keys if key in self._entries)
 
     def commit(self, output: StepOutput) -> None:
         """A step was executed: its tokens and ends go to the router in one message."""
@@ -277,7 +265,7 @@ class DecodeService:
 
     def router_gone(self) -> None:
         """The shell found a lasting gap in the router's messages."""
-        self._router_gone()
+        self.end_all("router_gone")
 
     # ---- what shells and tests may ask
 
@@ -292,7 +280,7 @@ class DecodeService:
 
     @property
     def drained(self) -> bool:
-        return self._drain_at is not None and self.idle
+        return self._link.draining and self.idle
 
     def check_idle(self) -> None:
         """Raises ProtocolError unless every block is free and no timer is left (I2)."""
@@ -317,7 +305,7 @@ class DecodeService:
         entry.request = message
         self._move(entry, DecodeEvent.REQUEST, DecodeState.WAITING)
         self.counters["requests"] += 1
-        if self._drain_at is not None:
+        if self._link.draining:
             self._leave(entry, DecodeEvent.CANNOT_SERVE, "failed", "draining")
             return
         try:
@@ -397,10 +385,6 @@ class DecodeService:
         message = cast(RouterStatus, envelope.message)
         self._scheduler.set_prefill_room(message.prefill_room_blocks, message.prefill_max_tokens)
 
-    def _on_drain(self, envelope: Envelope) -> None:
-        self._drain_at = self._clock() + cast(Drain, envelope.message).deadline_s
-        self._link.status_soon()
-
     # ---- pulls
 
     def _pull_more(self, entry: Decode) -> None:
@@ -468,23 +452,16 @@ class DecodeService:
 
     # ---- the router
 
-    def _meet_router(self, epoch: int) -> None:
-        """A newer router has spoken: all older keys end, and it learns who we are."""
-        if self._link.observe(epoch):
-            self._router_gone()
-            self.outbox.append((self._link.address, self._hello))
-
-    def _router_gone(self) -> None:
+    def end_all(self, because: Ending) -> None:
         """Ends all keys, and says so: a router that was only slow must not wait for them. Of an older router's keys nothing is said."""
-        if self._entries:
-            log.info("the router is gone", extra={"num_open": len(self._entries)})
-        self._scheduler.set_prefill_room(0, 0)
-        self._end_all(DecodeEvent.ROUTER_GONE, "returned", ROUTER_SILENT)
-
-    def _end_all(self, event: DecodeEvent, kind: EndKind | None, reason: str) -> None:
+        event, reason = (DecodeEvent.DRAIN_DEADLINE, "drained") if because == "drain_deadline" else (DecodeEvent.ROUTER_GONE, ROUTER_SILENT)
+        if because == "router_gone":
+            self._scheduler.set_prefill_room(0, 0)
+            if self._entries:
+                log.info("the router is gone", extra={"num_open": len(self._entries)})
         for entry in list(self._entries.values()):
             if entry.state is not DecodeState.DRAINING:
-                self._leave(entry, event, kind, reason)
+                self._leave(entry, event, "returned", reason)
 
     # ---- endings; every path out goes through `_forget`
 
@@ -543,13 +520,14 @@ class DecodeService:
         seconds.pop("prefill_wait", None)  # the prefill engine counts it
         self._link.stages(entry.key, self._slot(entry), seconds)
 
-    def _status(self, seq: int) -> ReplicaStatus:
+    def status(self, seq: int) -> ReplicaStatus:
+        """For the link, which sends it; `seq` counts them."""
         scheduler = self._scheduler
         self.counters.update(recomputed_tokens=scheduler.num_recomputed_tokens, padding_tokens=scheduler.num_padding_tokens)
         return self._steps.status(
             scheduler,
             seq,
-            draining=self._drain_at is not None,
+            draining=self._link.draining,
             num_pulls=len(self._pulls),
             num_early_handoffs=self._num_early,
             transport=self._transport.name,

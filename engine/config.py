@@ -5,6 +5,10 @@ from typing import Literal
 
 from protocol.errors import ConfigError
 
+Mode = Literal["recompute", "swap", "remote"]
+"""How a running sequence that loses its blocks gets its KV back."""
+Knob = Literal[Mode, "auto"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -24,7 +28,7 @@ class EngineConfig:
     """Bytes of the pool if `num_blocks` is 0."""
     gpu_memory_utilization: float = 0.9
     """Share of a GPU's memory for weights, activations and KV together, where neither `num_blocks` nor `kv_cache_bytes` is named."""
-    preemption: Literal["recompute", "swap", "remote", "auto"] = "recompute"
+    preemption: Knob = "recompute"
     """How a running sequence that loses its blocks gets its KV back. swap: from host memory; remote: from the prefill pool, while that has
     room; auto: whatever costs least. Where swap or remote is not to be had: recompute."""
     num_host_blocks: int = 0

@@ -52,12 +52,13 @@ class KernelCache:
     """What numba asks of the cache of one function. A file is a digest, then the pickled machine code.
 
     numba's own cache believes whatever it reads, and a damaged file ends the process; it also pickles what a function closes over, and
-    kernels close over emitters whose pickles differ in every process. `key` stands for those, `folder` for the source.
+    kernels close over emitters whose pickles differ in every process. `key` stands for those, `folder` for the source. The module's name
+    counts too, for numba imports it to load the code.
     """
 
     def __init__(self, function: Callable[..., Any], key: str, folder: Path) -> None:
         self.cache_path = str(folder)
-        self._folder, self._key = folder, f"{function.__qualname__} {function.__code__.co_firstlineno} {key}"
+        self._folder, self._key = folder, f"{function.__module__} {function.__qualname__} {function.__code__.co_firstlineno} {key}"
         self._name = f"{Path(function.__code__.co_filename).stem}.{function.__qualname__.rpartition('.')[2]}"
 
     def load_overload(self, signature: Any, target_context: Any) -> Any:

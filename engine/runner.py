@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from engine.row_sampling import RowSampling
+from engine.sampling_metadata import SamplingMetadata
 from protocol.arrays import Bool, Int32
 from protocol.messages import TokenLogprobs
 
@@ -33,7 +33,7 @@ class Batch:
     """[num_rows, max_blocks_per_sequence] block ids of every row; shared."""
     request_ids: list[str] = field(default_factory=list)
     """[B] for trays and logs."""
-    sampling: RowSampling | None = None
+    sampling: SamplingMetadata | None = None
     """None: every sequence takes the likeliest token and nobody asks for more."""
     num_drafts: Int32 | None = None
     """[B] how many of `num_scheduled` are drafts: they lie in `token_ids` right behind the known tokens. None: no drafts anywhere."""

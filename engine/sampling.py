@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.row_sampling import GREEDY_BELOW, RowSampling
+from engine.sampling_metadata import GREEDY_BELOW, SamplingMetadata
 from protocol.arrays import Float32, Int32, Int64, UInt64
 from protocol.messages import TokenLogprobs
 
@@ -54,7 +54,7 @@ def greedy(logits: torch.Tensor) -> Int32:
     return token_ids
 
 
-def choose(logits: torch.Tensor, sampling: RowSampling, contexts: Contexts) -> tuple[Int32, dict[int, TokenLogprobs]]:
+def choose(logits: torch.Tensor, sampling: SamplingMetadata, contexts: Contexts) -> tuple[Int32, dict[int, TokenLogprobs]]:
     """One token for each row of `logits` [S, vocab], int32 [S], and logprobs of those that asked, by index in S."""
     chosen = greedy(logits)
     special = np.flatnonzero(sampling.special[contexts.rows])
@@ -97,7 +97,7 @@ def logprobs(logits: Float32, token_ids: Int64, num_top: Int32) -> list[TokenLog
     return reports
 
 
-def _add_biases(scores: Float32, sampling: RowSampling, contexts: Contexts) -> None:
+def _add_biases(scores: Float32, sampling: SamplingMetadata, contexts: Contexts) -> None:
     indices = sampling.answer_bases[contexts.rows] + contexts.num_known
     too_short = indices < sampling.min_tokens[contexts.rows]
     for i, row in enumerate(contexts.rows.tolist()):
@@ -107,7 +107,7 @@ def _add_biases(scores: Float32, sampling: RowSampling, contexts: Contexts) -> N
             scores[i, sampling.ending[row]] = -np.inf
 
 
-def _penalise(scores: Float32, sampling: RowSampling, contexts: Contexts) -> None:
+def _penalise(scores: Float32, sampling: SamplingMetadata, contexts: Contexts) -> None:
     rows = contexts.rows
     changed = (sampling.repetitions[rows] != 1) | (sampling.frequencies[rows] != 0) | (sampling.presences[rows] != 0)
     which = np.flatnonzero(changed)
@@ -126,7 +126,7 @@ def _penalise(scores: Float32, sampling: RowSampling, contexts: Contexts) -> Non
     scores[line, tokens] = scores[line, tokens] - sampling.presences[rows[line]]
 
 
-def _draw(scores: Float32, sampling: RowSampling, rows: Int32, num_known: Int32) -> Int64:
+def _draw(scores: Float32, sampling: SamplingMetadata, rows: Int32, num_known: Int32) -> Int64:
     """Steps 4 to 6 for rows [N] with a temperature; `scores` [N, vocab] is used up."""
     scores -= scores.max(axis=1, keepdims=True)
     scores /= sampling.temperatures[rows][:, None]

@@ -1,8 +1,9 @@
 """The legal transitions of a handoff, as data: one table for the prefill side, one for the decode side, and the timers of each state.
 
-The services call `advance` at each transition; what no table lists raises ProtocolError. Ignoring an event is listed, too, where the
-protocol says so. Guards and actions live in the services; where a guard decides, an event has several next states and the
-service names the one it goes to. A timer runs only in states that list it: the service cancels the others at each transition.
+The services call `advance` at each transition; what no table lists raises ProtocolError. An event that a state ignores is not
+listed: the service drops it before it asks. Guards and actions live in the services; where a guard decides, an event has several
+next states and the service names the one it goes to. A timer runs only in states that list it: the service cancels the others at
+each transition.
 """
 
 from collections.abc import Mapping
@@ -55,7 +56,6 @@ class PrefillEvent(StrEnum):
     ROUTER_GONE = "router_gone"
     DRAIN_DEADLINE = "drain_deadline"
     PEER_LOST = "peer_lost"
-    RENEW = "renew"
     CONSUMED = "consumed"
     REFUSED = "refused"
     LEASE_TIMER = "lease_timer"
@@ -79,7 +79,6 @@ class DecodeEvent(StrEnum):
     """Terminal either way, and nobody wants it."""
     ARRIVED = "arrived"
     """Final and all verified."""
-    STEP = "step"
     FINISHED = "finished"
     STEP_FAILED = "step_failed"
     RETURNED = "returned"
@@ -134,21 +133,17 @@ def _prefill_table() -> Table[PrefillState, PrefillEvent]:
     return _table(
         [
             ((s.GONE,), (e.REQUEST,), (s.WAITING,)),
-            ((s.GONE,), (e.ABORT, e.PEER_LOST, e.RENEW, e.CONSUMED, e.REFUSED), None),
-            # Of a step in flight when the attempt ended.
-            ((s.GONE,), (e.CHUNK, e.LAST_CHUNK, e.STEP_FAILED), None),
             ((s.WAITING,), (e.CANNOT_SERVE,), (s.GONE,)),
             ((s.WAITING,), (e.ADMITTED,), (s.RUNNING,)),
-            ((s.WAITING,), (e.ABORT, e.PEER_LOST, e.DEADLINE, e.ROUTER_GONE, e.DRAIN_DEADLINE), (s.GONE,)),
-            ((s.RUNNING,), (e.CHUNK, e.RENEW), None),
+            ((s.WAITING,), (e.ABORT, e.DEADLINE, e.ROUTER_GONE, e.DRAIN_DEADLINE), (s.GONE,)),
+            ((s.RUNNING,), (e.CHUNK,), None),
             ((s.RUNNING,), (e.LAST_CHUNK,), (s.LEASED, s.REVOKING, s.GONE)),
             # REVOKING once anything was handed off, GONE before.
             ((s.RUNNING,), (e.ABORT, e.DEADLINE, e.ROUTER_GONE, e.DRAIN_DEADLINE, e.STEP_FAILED), (s.REVOKING, s.GONE)),
             ((s.RUNNING,), (e.PEER_LOST, e.REFUSED), (s.GONE,)),
-            ((s.LEASED,), (e.RENEW,), None),
             ((s.LEASED,), (e.ABORT, e.ROUTER_GONE, e.DRAIN_DEADLINE), (s.REVOKING,)),
             ((s.LEASED,), (e.PEER_LOST, e.CONSUMED, e.REFUSED, e.LEASE_TIMER), (s.GONE,)),
-            ((s.REVOKING,), (e.CHUNK, e.LAST_CHUNK, e.STEP_FAILED, e.ABORT, e.RENEW), None),
+            ((s.REVOKING,), (e.ABORT,), None),
             ((s.REVOKING,), (e.PEER_LOST, e.CONSUMED, e.REFUSED, e.REVOKE_TIMER), (s.GONE,)),
         ]
     )
@@ -158,10 +153,8 @@ def _decode_table() -> Table[DecodeState, DecodeEvent]:
     s, e = DecodeState, DecodeEvent
     return _table(
         [
-            # GONE: the table of early handoffs is full, so it is refused.
-            ((s.GONE,), (e.HANDOFF,), (s.EARLY, s.GONE)),
+            ((s.GONE,), (e.HANDOFF,), (s.EARLY,)),
             ((s.GONE,), (e.REQUEST,), (s.WAITING,)),
-            ((s.GONE,), (e.REVOKE, e.ABORT), None),
             ((s.EARLY,), (e.HANDOFF,), None),
             ((s.EARLY,), (e.REQUEST,), (s.WAITING,)),
             ((s.EARLY,), (e.EARLY_TIMER, e.REVOKE, e.ROUTER_GONE, e.DRAIN_DEADLINE), (s.GONE,)),
@@ -178,9 +171,6 @@ def _decode_table() -> Table[DecodeState, DecodeEvent]:
             # Its destination begins with blocks that the failed step was to fill: found by name while they were being computed.
             ((s.RESERVED,), (e.STEP_FAILED,), (s.DRAINING, s.GONE)),
             ((s.DRAINING,), (e.PULL_ENDED,), (s.GONE,)),
-            ((s.DRAINING,), (e.REQUEST, e.HANDOFF, e.BAD_HANDOFF, e.ABORT, e.ROUTER_GONE, e.DRAIN_DEADLINE, e.REVOKE), None),
-            ((s.DRAINING,), (e.STEP_FAILED,), None),
-            ((s.RUNNING,), (e.STEP, e.REVOKE), None),
             ((s.RUNNING,), (e.FINISHED, e.STEP_FAILED, e.RETURNED), (s.GONE,)),
             ((s.RUNNING,), (e.ABORT, e.DEADLINE, e.ROUTER_GONE, e.DRAIN_DEADLINE), (s.GONE,)),
         ]

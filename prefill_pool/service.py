@@ -29,7 +29,6 @@ from protocol.log import about, label
 from protocol.messages import (
     AbortRequest,
     Address,
-    Drain,
     EndKind,
     Envelope,
     GenerateRequest,
@@ -44,7 +43,7 @@ from protocol.messages import (
     RouterStatus,
     TokenLogprobs,
 )
-from protocol.router_link import ROUTER_SILENT, LinkConfig, RouterLink
+from protocol.router_link import ROUTER_SILENT, Ending, LinkConfig, RouterLink
 from protocol.timeline import Timeline
 from protocol.timers import Timers
 
@@ -108,10 +107,8 @@ class PrefillService:
         self._config = config
         self._hello = hello
         self._clock = clock
-        self._link = RouterLink(link, clock, self.outbox)
         self._entries: dict[RequestKey, Prefill] = {}
         self.timers: Timers[tuple[PrefillTimer, RequestKey]] = Timers()
-        self._drain_at: float | None = None
         self.counters: dict[str, float] = dict.fromkeys(
             (
                 *("requests", "prompt_tokens", *PREFIX_COUNTERS, "generated_tokens"),
@@ -121,34 +118,22 @@ class PrefillService:
             0,
         )
         self._steps = StepCounts(self.counters, scheduler.config)
-        self._handlers: dict[type, Callable[[Envelope], None]] = {
+        handlers: dict[type, Callable[[Envelope], None]] = {
             GenerateRequest: self._on_generate,
             AbortRequest: self._on_abort,
             KVRelease: self._on_release,
             KVRenew: self._on_renew,
             RouterStatus: lambda envelope: None,
-            Drain: self._on_drain,
         }
+        self._link = RouterLink(
+            self, link, clock, address=address, hello=hello, handlers=handlers, outbox=self.outbox, counters=self.counters
+        )
 
     # ---- the four verbs of a service
 
     def handle(self, envelope: Envelope) -> None:
-        """One message, in its sender's order. Stale epochs are dropped here."""
-        message = envelope.message
-        if envelope.sender.replica_id == self._link.address.replica_id:
-            if envelope.sender.epoch < self._link.epoch:
-                self.counters["ignored"] += 1
-                return
-            self._meet_router(envelope.sender.epoch)
-            self._link.heard()
-        if envelope.receiver != self.address:
-            self.counters["ignored"] += 1
-            return
-        handler = self._handlers.get(type(message))
-        if handler is None:
-            raise ProtocolError(f"{type(message).__name__} is no message for a prefill engine")
-        handler(envelope)
-        self._link.flush()
+        """One message, in its sender's order. Stale epochs are dropped."""
+        self._link.handle(envelope)
 
     def tick(self) -> None:
         """Timers, the router's silence, the drain deadline, the status."""
@@ -164,16 +149,7 @@ class PrefillService:
                 self._on_revoke_timer(entry)
             else:
                 self._on_deadline(entry)
-        if self._link.silent():
-            self._router_gone()
-        if self._drain_at is not None and now >= self._drain_at:
-            self._on_drain_deadline()
-        self._link.flush()
-        seq = self._link.status_due()
-        if seq is not None:
-            self._link.send_status(self._status(seq))
-            if self.idle:
-                self.check_idle()
+        self._link.tick()
 
     def schedule(self) -> Batch | None:
         started_at = self._clock()
@@ -221,7 +197,7 @@ class PrefillService:
 
     def router_gone(self) -> None:
         """The shell found a lasting gap in the router's messages."""
-        self._router_gone()
+        self.end_all("router_gone")
 
     # ---- what shells and tests may ask
 
@@ -236,7 +212,7 @@ class PrefillService:
 
     @property
     def drained(self) -> bool:
-        return self._drain_at is not None and self.idle
+        return self._link.draining and self.idle
 
     def leases(self) -> list[Lease]:
         """All live leases."""
@@ -262,7 +238,7 @@ class PrefillService:
         self._entries[message.key] = entry
         self._move(entry, PrefillEvent.REQUEST, PrefillState.WAITING)
         self.counters["requests"] += 1
-        if self._drain_at is not None:
+        if self._link.draining:
             self._end(entry, PrefillEvent.CANNOT_SERVE, "failed", "draining")
             return
         try:
@@ -315,10 +291,6 @@ class PrefillService:
             entry = self._entries.get(key)
             if entry is not None and entry.lease_id == lease_id and entry.state is PrefillState.LEASED:
                 self.timers.set(("lease", key), self._clock() + self._config.lease_s)
-
-    def _on_drain(self, envelope: Envelope) -> None:
-        self._drain_at = self._clock() + cast(Drain, envelope.message).deadline_s
-        self._link.status_soon()
 
     # ---- steps
 
@@ -397,29 +369,23 @@ class PrefillService:
             self._report(entry, "aborted", "deadline")
             self._revoke(entry, PrefillEvent.DEADLINE, "deadline", report=None)
 
-    def _on_drain_deadline(self) -> None:
-        for entry in list(self._entries.values()):
-            if not entry.lease_id:
-                self._end(entry, PrefillEvent.DRAIN_DEADLINE, "returned", "drained")
-            elif entry.state is not PrefillState.REVOKING:
-                self._revoke(entry, PrefillEvent.DRAIN_DEADLINE, "drained", report="returned")
-
-    def _meet_router(self, epoch: int) -> None:
-        """A newer router has spoken: all older keys end, and it learns who we are."""
-        if self._link.observe(epoch):
-            self._router_gone()
-            self.outbox.append((self._link.address, self._hello))
-
-    def _router_gone(self) -> None:
+    def end_all(self, because: Ending) -> None:
         """Ends all keys, and says so: a router that was only slow must not wait for them. Of an older router's keys nothing is said."""
-        if self._entries:
+        event, reason = (
+            (PrefillEvent.DRAIN_DEADLINE, "drained") if because == "drain_deadline" else (PrefillEvent.ROUTER_GONE, ROUTER_SILENT)
+        )
+        if self._entries and because == "router_gone":
             log.info("the router is gone", extra={"num_open": len(self._entries)})
         for entry in list(self._entries.values()):
             if not entry.lease_id:
-                self._end(entry, PrefillEvent.ROUTER_GONE, "returned", ROUTER_SILENT)
-            elif entry.state is not PrefillState.REVOKING:
-                self._report(entry, "returned", ROUTER_SILENT)
-                self._revoke(entry, PrefillEvent.ROUTER_GONE, ROUTER_SILENT, report=None)
+                self._end(entry, event, "returned", reason)
+            elif entry.state is PrefillState.REVOKING:
+                continue
+            elif because == "drain_deadline":
+                self._revoke(entry, event, reason, report="returned")
+            else:
+                self._report(entry, "returned", reason)
+                self._revoke(entry, event, reason, report=None)
 
     # ---- endings; every path out goes through `_forget`
 
@@ -468,5 +434,6 @@ class PrefillService:
         for kind in _TIMERS - PREFILL_TIMERS[state]:
             self.timers.cancel((kind, entry.request.key))
 
-    def _status(self, seq: int) -> ReplicaStatus:
-        return self._steps.status(self._scheduler, seq, draining=self._drain_at is not None, num_leases=self._leases.num_live)
+    def status(self, seq: int) -> ReplicaStatus:
+        """For the link, which sends it; `seq` counts them."""
+        return self._steps.status(self._scheduler, seq, draining=self._link.draining, num_leases=self._leases.num_live)

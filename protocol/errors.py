@@ -17,6 +17,7 @@ TwopassError
 │   ├── PullFailed                bytes did not arrive
 │   ├── LeaseLost                 they arrived, but the lease word had changed
 │   └── ChecksumMismatch          they arrived changed
+├── ClusterLost                   the Ray under a running deployment died, and it ends
 ├── EngineStalled                 a step does not end; its engine is replaced
 └── ProtocolError                 a bug: a message or transition that no table lists
 """
@@ -123,6 +124,10 @@ class LeaseLost(TransferError):
 
 class ChecksumMismatch(TransferError):
     """Other bytes arrived than the prefill engine had offered."""
+
+
+class ClusterLost(TwopassError):
+    """The Ray that carries a deployment has lost a part of its own: nothing can be watched or replaced any more."""
 
 
 class EngineStalled(TwopassError):

@@ -1,20 +1,26 @@
-"""An engine's end of the link to the router: which router counts, is it alive, and what goes to it after a step.
+"""An engine's end of the link to the router: which router counts, is it alive, what comes from it, and what goes to it after a step.
 
-One router epoch counts at a time, the newest seen. Its predecessor's keys are dead from that moment on.
+One router epoch counts at a time, the newest seen. Its predecessor's keys are dead from that moment on. What is the same in
+both pools stands here: who is heard, meeting a router and losing it, the drain, the status. Each service keeps its own table.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, Protocol, cast
 
 import numpy as np
 
 from protocol.clock import Clock
+from protocol.errors import ProtocolError
 from protocol.messages import (
     ROUTER_ID,
     Address,
+    Drain,
     End,
     EndKind,
+    Envelope,
     FinishReason,
+    Hello,
     Int32,
     Int64,
     Logprobs,
@@ -40,6 +46,8 @@ class Rows(NamedTuple):
 ROUTER_SILENT = "the router was silent"
 """Why an engine has ended all keys of a router that it has not heard for `router_timeout_s`."""
 
+Ending = Literal["router_gone", "drain_deadline"]
+
 _NONE = np.empty(0, dtype=np.int32)
 _NO_ROWS = Rows(np.empty(0, dtype=np.int64), _NONE, _NONE, _NONE, _NONE)
 
@@ -52,12 +60,43 @@ class LinkConfig:
     router_timeout_s: float = 10.0
 
 
-class RouterLink:
-    """Counts router epochs and silence, gathers ends and stage times, and writes `StepTokens` and `ReplicaStatus` to the outbox."""
+class Linked(Protocol):
+    """What a link asks of the service it belongs to."""
 
-    def __init__(self, config: LinkConfig, clock: Clock, outbox: list[tuple[Address, Message]]) -> None:
-        self._clock = clock
-        self._outbox = outbox
+    @property
+    def idle(self) -> bool: ...
+
+    def end_all(self, because: Ending) -> None:
+        """Ends every attempt as the table says for this event."""
+        ...
+
+    def status(self, seq: int) -> ReplicaStatus: ...
+
+    def check_idle(self) -> None:
+        """Raises ProtocolError if an idle engine holds anything."""
+        ...
+
+
+class RouterLink:
+    """Verbs: `handle` what comes, `tick`, `flush` what goes. Beside these, `end` and `stages` gather what the next `StepTokens` says."""
+
+    def __init__(
+        self,
+        service: Linked,
+        config: LinkConfig,
+        clock: Clock,
+        *,
+        address: Address,
+        hello: Hello,
+        handlers: Mapping[type, Callable[[Envelope], None]],
+        outbox: list[tuple[Address, Message]],
+        counters: dict[str, float],
+    ) -> None:
+        """`address`: the engine's own. `handlers`: by type of message, `Drain` aside. Of `counters` the link keeps "ignored"."""
+        self._service, self._clock = service, clock
+        self._own_address, self._hello = address, hello
+        self._handlers = {**handlers, Drain: self._on_drain}
+        self._outbox, self._counters = outbox, counters
         self._timeout_s = config.router_timeout_s
         self._interval_s = config.status_interval_s
         self.epoch = 0
@@ -66,6 +105,7 @@ class RouterLink:
         self._lost = True
         self._status_at = clock()
         self._status_seq = 0
+        self._drain_at: float | None = None
         self._ends: list[End] = []
         self._stages: list[StageSeconds] = []
 
@@ -73,28 +113,53 @@ class RouterLink:
     def address(self) -> Address:
         return Address(ROUTER_ID, self.epoch)
 
-    def observe(self, router_epoch: int) -> bool:
-        """Notes an epoch met in a message. True if it is newer than all before: every older key is to be ended."""
+    @property
+    def draining(self) -> bool:
+        return self._drain_at is not None
+
+    def handle(self, envelope: Envelope) -> None:
+        """One message, in its sender's order, to its handler; what is meant for other epochs is dropped. Raises ProtocolError for a kind
+        that this engine knows nothing of."""
+        if envelope.sender.replica_id == ROUTER_ID:
+            if envelope.sender.epoch < self.epoch:
+                self._counters["ignored"] += 1
+                return
+            self.meet(envelope.sender.epoch)
+            self._heard_at, self._lost = self._clock(), False
+        if envelope.receiver != self._own_address:
+            self._counters["ignored"] += 1
+            return
+        handler = self._handlers.get(type(envelope.message))
+        if handler is None:
+            raise ProtocolError(f"{type(envelope.message).__name__} is no message for {self._own_address.replica_id}")
+        handler(envelope)
+        self.flush()
+
+    def meet(self, router_epoch: int) -> None:
+        """An epoch met in a message. If it is newer than all before, every older key ends, and that router learns who we are."""
         if router_epoch <= self.epoch:
-            return False
-        self.epoch = router_epoch
-        self._heard_at = self._clock()
-        self._lost = False
+            return
+        self.epoch, self._heard_at, self._lost = router_epoch, self._clock(), False
         self._ends.clear()
         self._stages.clear()
-        return True
+        self._service.end_all("router_gone")
+        self._outbox.append((self.address, self._hello))
 
-    def heard(self) -> None:
-        """A message of the present router has come."""
-        self._heard_at = self._clock()
-        self._lost = False
-
-    def silent(self) -> bool:
-        """True once, when the router has been silent for `router_timeout_s`; again only after it was heard."""
-        if self._lost or self._clock() - self._heard_at < self._timeout_s:
-            return False
-        self._lost = True
-        return True
+    def tick(self) -> None:
+        """The router's silence (which ends all keys once), the drain deadline, the status."""
+        now = self._clock()
+        if not self._lost and now - self._heard_at >= self._timeout_s:
+            self._lost = True
+            self._service.end_all("router_gone")
+        if self._drain_at is not None and now >= self._drain_at:
+            self._service.end_all("drain_deadline")
+        self.flush()
+        if self.epoch and now >= self._status_at:
+            self._status_at = now + self._interval_s
+            self._status_seq += 1
+            self._outbox.append((self.address, self._service.status(self._status_seq)))
+            if self._service.idle:
+                self._service.check_idle()
 
     def end(self, key: RequestKey, slot: int, kind: EndKind, *, finish_reason: FinishReason | None = None, error: str = "") -> None:
         """Adds the end of an attempt to the next `StepTokens`. Keys of an older router are ignored: nobody would read it."""
@@ -127,17 +192,7 @@ class RouterLink:
         self._stages.clear()
         self._outbox.append((self.address, message))
 
-    def status_due(self) -> int | None:
-        """The sequence number of the status to send now, or None if it is not yet time (or there is no router)."""
-        if not self.epoch or self._clock() < self._status_at:
-            return None
-        self._status_at = self._clock() + self._interval_s
-        self._status_seq += 1
-        return self._status_seq
-
-    def status_soon(self) -> None:
-        """Something the router must know: the next status is due now."""
-        self._status_at = self._clock()
-
-    def send_status(self, status: ReplicaStatus) -> None:
-        self._outbox.append((self.address, status))
+    def _on_drain(self, envelope: Envelope) -> None:
+        """The router must know soon: the next status is due now."""
+        now = self._clock()
+        self._drain_at, self._status_at = now + cast(Drain, envelope.message).deadline_s, now

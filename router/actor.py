@@ -28,7 +28,7 @@ from router.tracing import SpanTracing, export_to
 SWITCH_INTERVAL_S = 0.0005
 """How long a busy thread (tokenisation) keeps the interpreter from the event loop: at Python's 5 ms every message may wait that long."""
 STOP_GRACE_S = 1.0
-"""Open calls get this long to read what they have, after a drain or without one."""
+"""ActiveRequest calls get this long to read what they have, after a drain or without one."""
 
 log = logging.getLogger(__name__)
 
@@ -116,6 +116,10 @@ class RouterActor:
 
     async def num_open(self) -> int:
         return self._core.num_open
+
+    async def num_cut_short(self) -> int:
+        """Requests that the drain's deadline has ended."""
+        return self._core.num_cut_short
 
     async def stop(self) -> None:
         """Closes the port and ends open calls."""

@@ -1,9 +1,9 @@
 """The router's knobs."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from protocol.errors import ConfigError
+from router.policy import POLICIES, Disaggregation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,9 +20,9 @@ class RouterConfig:
     """0: the system chooses a free one."""
     otlp_endpoint: str | None = None
     """Where spans of every call go, OTLP over HTTP, as in http://127.0.0.1:4318/v1/traces; None: nowhere."""
-    policy: Literal["round_robin", "least_loaded", "prefix_aware"] = "least_loaded"
-    """How a replica of each pool is chosen."""
-    disaggregation: Literal["auto", "strict", "off"] = "auto"
+    policy: str = "least_loaded"
+    """How a replica of each pool is chosen: a name of router/policy.py."""
+    disaggregation: Disaggregation = "auto"
     """auto: a decode engine serves alone while no prefill engine can. strict: such requests wait or are refused. off: always alone."""
     min_disaggregated_tokens: int = 0
     """Prompts of which the decode engine lacks fewer tokens than this are computed there."""
@@ -50,6 +50,8 @@ class RouterConfig:
     """Threads that tokenise beside the event loop."""
 
     def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ConfigError(f"policy: {self.policy!r} is not one of {', '.join(POLICIES)}")
         for name in ("grpc_port", "metrics_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ConfigError(f"{name}: {getattr(self, name)} is not in [0, 65535]")

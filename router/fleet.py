@@ -9,7 +9,7 @@ from protocol.log import label
 from protocol.messages import Address, Drain, Envelope, Hello, Message, PeerUp, ReplicaStatus, RouterStatus
 from router.admission import Limits
 from router.metrics_totals import ReplicaTotals
-from router.policy import Ask, Load, Replica
+from router.policy import Load, PlacementRequest, Replica
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class Fleet:
             replica.num_blocks -= load.num_blocks
             replica.num_blocks_since_status = max(0, replica.num_blocks_since_status - load.num_blocks)
 
-    def load_of(self, address: Address, ask: Ask) -> Load:
+    def load_of(self, address: Address, ask: PlacementRequest) -> Load:
         """What an attempt weighs in this engine."""
         replica = self._replicas[address]
         return Load(ask.num_uncached(replica) if replica.hello.role == "prefill" else 0, ask.num_blocks(replica))

@@ -7,7 +7,7 @@ place of a look at every row.
 from collections.abc import Sequence
 
 from protocol.messages import Address, StepTokens
-from router.request import Delivered, Open
+from router.request import ActiveRequest, Delivered
 
 
 class Lockstep:
@@ -15,7 +15,7 @@ class Lockstep:
 
     __slots__ = ("_attempts", "_counts", "_entries", "_offsets", "_request_ids", "_slots", "at")
 
-    def __init__(self, message: StepTokens, entries: Sequence[Open], now: float) -> None:
+    def __init__(self, message: StepTokens, entries: Sequence[ActiveRequest], now: float) -> None:
         self._slots, self._attempts, self._counts = message.slots.tobytes(), message.attempts.tobytes(), message.counts.tobytes()
         self._offsets = message.offsets + 1
         self._entries = entries
@@ -24,7 +24,7 @@ class Lockstep:
         """When the tokens before came."""
 
     @staticmethod
-    def begin(message: StepTokens, sender: Address, entries: Sequence[Open], now: float) -> "Lockstep | None":
+    def begin(message: StepTokens, sender: Address, entries: Sequence[ActiveRequest], now: float) -> "Lockstep | None":
         """After `message`, of whose rows those of `entries` counted. None unless each row brought one token that was delivered now."""
         if len(entries) != len(message.slots):
             return None

@@ -51,12 +51,12 @@ class Replica:
         """Most known tokens of a request whose KV it can ever compute."""
         return min((self.hello.num_blocks - 1) * self.hello.block_size, self.hello.max_model_len - 1)
 
-    def takes(self, ask: "Ask") -> bool:
+    def takes(self, ask: "PlacementRequest") -> bool:
         """Whether it can compute all that is known of a request. Only a prompt that nothing was delivered for has to fit as a prompt."""
         begins = not ask.num_delivered
         return ask.num_tokens <= (self.hello.max_prompt_tokens if begins else self.max_known_tokens)
 
-    def holds(self, ask: "Ask") -> bool:
+    def holds(self, ask: "PlacementRequest") -> bool:
         """Whether the whole answer finds room here; its last token needs none."""
         return ask.num_tokens + ask.max_tokens - 1 <= self.max_known_tokens
 
@@ -73,7 +73,7 @@ class Replica:
         return len(hashes)
 
 
-class Ask(NamedTuple):
+class PlacementRequest(NamedTuple):
     """What is to be placed. `hashes`: of the full blocks of its known tokens; empty where no rule looks at them."""
 
     num_tokens: int
@@ -102,21 +102,21 @@ class Load(NamedTuple):
 NO_LOAD = Load(0, 0)
 
 
-class Pick(NamedTuple):
+class Route(NamedTuple):
     prefill: Address | None
     decode: Address
 
 
-Choose = Callable[[Sequence[Replica], Ask], Replica]
+Choose = Callable[[Sequence[Replica], PlacementRequest], Replica]
 """Takes one of at least one candidate of the same pool."""
 
 
-def round_robin(candidates: Sequence[Replica], ask: Ask) -> Replica:
+def round_robin(candidates: Sequence[Replica], ask: PlacementRequest) -> Replica:
     """Everybody in turn: who was given the fewest so far."""
     return min(candidates, key=lambda r: (r.num_dispatched, r.address))
 
 
-def least_loaded(candidates: Sequence[Replica], ask: Ask) -> Replica:
+def least_loaded(candidates: Sequence[Replica], ask: PlacementRequest) -> Replica:
     """Prefill: fewest uncached prompt tokens waiting and running. Decode: smallest share of its KV blocks in use."""
 
     def load(replica: Replica) -> float:
@@ -127,7 +127,7 @@ def least_loaded(candidates: Sequence[Replica], ask: Ask) -> Replica:
     return min(candidates, key=lambda r: (load(r), r.in_flight, r.address))
 
 
-def prefix_aware(candidates: Sequence[Replica], ask: Ask) -> Replica:
+def prefix_aware(candidates: Sequence[Replica], ask: PlacementRequest) -> Replica:
     """As `least_loaded`, with this request's own cost added: a cached prefix weighs as much as the work or room it saves."""
 
     def cost(replica: Replica) -> float:
@@ -139,18 +139,31 @@ def prefix_aware(candidates: Sequence[Replica], ask: Ask) -> Replica:
     return min(candidates, key=lambda r: (cost(r), r.in_flight, r.address))
 
 
-POLICIES: dict[str, Choose] = {"round_robin": round_robin, "least_loaded": least_loaded, "prefix_aware": prefix_aware}
+class Policy(NamedTuple):
+    choose: Choose
+    wants_hashes: bool = False
+    """It looks at `PlacementRequest.hashes`, which cost a pass over the prompt."""
+
+
+POLICIES: dict[str, Policy] = {
+    "round_robin": Policy(round_robin),
+    "least_loaded": Policy(least_loaded),
+    "prefix_aware": Policy(prefix_aware, wants_hashes=True),
+}
+"""By name, as `router.policy` gives it: the one list of them."""
+
+Disaggregation = Literal["auto", "strict", "off"]
 
 
 def pick(
     choose: Choose,
     prefill: Sequence[Replica],
     decode: Sequence[Replica],
-    ask: Ask,
+    ask: PlacementRequest,
     *,
-    disaggregation: Literal["auto", "strict", "off"],
+    disaggregation: Disaggregation,
     min_disaggregated_tokens: int,
-) -> Pick | None:
+) -> Route | None:
     """A decode engine serves alone when the prompt it lacks is short, or (not in strict) when no live prefill engine can take it.
 
     Which it can do only if its own limits allow: else the request waits for a prefill engine.
@@ -162,13 +175,13 @@ def pick(
     able = _able(prefill, ask) if disaggregation != "off" else []
     alone = ask.num_uncached(chosen) < min_disaggregated_tokens or (not able and disaggregation != "strict")
     if alone and chosen.takes(ask):
-        return Pick(None, chosen.address)
+        return Route(None, chosen.address)
     free_prefill = [r for r in able if r.has_room]
-    return Pick(choose(free_prefill, ask).address, chosen.address) if free_prefill else None
+    return Route(choose(free_prefill, ask).address, chosen.address) if free_prefill else None
 
 
 def too_large_for_all(
-    prefill: Sequence[Replica], decode: Sequence[Replica], ask: Ask, *, disaggregation: Literal["auto", "strict", "off"]
+    prefill: Sequence[Replica], decode: Sequence[Replica], ask: PlacementRequest, *, disaggregation: Disaggregation
 ) -> bool:
     """Whether engines are up, and none of them could ever serve this: it waits for one that is away."""
     up_decode = [r for r in decode if r.state == "up"]
@@ -182,7 +195,7 @@ def too_large_for_all(
     return disaggregation == "off" or not _able(prefill, ask)
 
 
-def num_places(prefill: Sequence[Replica], decode: Sequence[Replica], ask: Ask, *, disaggregation: Literal["auto", "strict", "off"]) -> int:
+def num_places(prefill: Sequence[Replica], decode: Sequence[Replica], ask: PlacementRequest, *, disaggregation: Disaggregation) -> int:
     """How many such requests `pick` places one after the other, at least: more where some need no prefill engine."""
     num_decode = sum(r.num_places for r in decode if r.holds(ask))
     able = _able(prefill, ask)
@@ -191,5 +204,5 @@ def num_places(prefill: Sequence[Replica], decode: Sequence[Replica], ask: Ask, 
     return min(num_decode, sum(r.num_places for r in able))
 
 
-def _able(prefill: Sequence[Replica], ask: Ask) -> list[Replica]:
+def _able(prefill: Sequence[Replica], ask: PlacementRequest) -> list[Replica]:
     return [r for r in prefill if r.state == "up" and r.takes(ask)]

@@ -54,7 +54,7 @@ class Ended(NamedTuple):
 
 
 @dataclass(slots=True)
-class Open:
+class ActiveRequest:
     """An accepted request that is not closed: QUEUED while it has no `key`, ACTIVE while it has one."""
 
     request: ClientRequest

@@ -43,8 +43,8 @@ from router.config import RouterConfig
 from router.fleet import Fleet
 from router.lockstep import Lockstep
 from router.metrics_totals import ReplicaTotals
-from router.policy import POLICIES, Ask, Pick, Replica, num_places, pick, too_large_for_all
-from router.request import Delivered, Ended, Open, Usage
+from router.policy import POLICIES, PlacementRequest, Replica, Route, num_places, pick, too_large_for_all
+from router.request import ActiveRequest, Delivered, Ended, Usage
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Router:
         self._clock = clock
         self._random = random.Random(seed)
         self._fleet = Fleet(clock, self.outbox, replica_timeout_s=config.replica_timeout_s)
-        self._open: dict[int, Open] = {}
+        self._open: dict[int, ActiveRequest] = {}
         self._slots: dict[str, int] = {}
         self._line = WaitingLine(config.max_queue)
         self._timers: Timers[int] = Timers()
@@ -71,6 +71,8 @@ class Router:
         self._status_seq = 0
         self._draining = False
         self._drain_at: float | None = None
+        self.num_cut_short = 0
+        """Requests that the drain deadline has ended."""
         self.counters: dict[str, float] = dict.fromkeys(
             (
                 *("accepted", "retries", "returned", "disaggregated", "alone", "ignored"),
@@ -129,7 +131,7 @@ class Router:
     def _num_places(self, requests: Sequence[ClientRequest], max_tokens: Sequence[int]) -> int:
         """How many of them could be dispatched at once, if all were like the longest."""
         num_tokens = max(len(request.prompt_token_ids) for request in requests)
-        ask = Ask(num_tokens, 0, max(max_tokens), (), self._clock())
+        ask = PlacementRequest(num_tokens, 0, max(max_tokens), (), self._clock())
         prefill, decode = self._fleet.pool("prefill"), self._fleet.pool("decode")
         return num_places(prefill, decode, ask, disaggregation=self._config.disaggregation)
 
@@ -139,7 +141,7 @@ class Router:
             request = replace(request, sampling=replace(request.sampling, seed=self._random.getrandbits(63)))
         slot = self._num_slots
         self._num_slots += 1
-        self._open[slot] = Open(request, slot, max_tokens, now, now)
+        self._open[slot] = ActiveRequest(request, slot, max_tokens, now, now)
         self._slots[request.request_id] = slot
         self._line.push(slot, request.priority)
         log.debug("request accepted", extra={"request_id": request.request_id, "max_tokens": max_tokens})
@@ -241,6 +243,7 @@ class Router:
             self._leave_replica(address, suspected=True)
         if self._drain_at is not None and now >= self._drain_at:
             for entry in list(self._open.values()):
+                self.num_cut_short += 1
                 self._abort_engines(entry, "superseded")
                 self._close(entry, None, Draining("the deployment was shut down"))
         if now >= self._status_at:
@@ -285,7 +288,7 @@ class Router:
         """Every engine that has said hello and is not down."""
         return iter(self._fleet)
 
-    def active(self) -> list[Open]:
+    def active(self) -> list[ActiveRequest]:
         """Requests that engines work on."""
         return [entry for entry in self._open.values() if entry.key is not None]
 
@@ -337,7 +340,7 @@ class Router:
         if (lockstep := Lockstep.begin(message, sender, entries, now)) is not None:
             self._locksteps[sender] = lockstep
 
-    def _current(self, sender: Address, slot: int, attempt: int) -> Open | None:
+    def _current(self, sender: Address, slot: int, attempt: int) -> ActiveRequest | None:
         """The request a row is about, if that attempt is still the one that counts and `sender` works on it."""
         entry = self._open.get(slot)
         if entry is None or entry.key is None or entry.attempt != attempt or sender not in (entry.decode, entry.prefill):
@@ -345,7 +348,7 @@ class Router:
             return None
         return entry
 
-    def _deliver(self, entry: Open, sender: Address, offset: int, token_ids: list[int], now: float, delivered: Delivered) -> None:
+    def _deliver(self, entry: ActiveRequest, sender: Address, offset: int, token_ids: list[int], now: float, delivered: Delivered) -> None:
         """Adds to `delivered` what lies beyond the delivered tokens; both engines may bring the same ones."""
         num_delivered = len(entry.delivered)
         if offset > num_delivered:
@@ -378,11 +381,11 @@ class Router:
                     raise ProtocolError(f"{entry.key}: logprobs of {len(logprobs)} tokens came with {len(new)} tokens")
                 delivered.logprobs[entry.request.request_id] = logprobs
 
-    def _forget_lockstep(self, entry: Open) -> None:
+    def _forget_lockstep(self, entry: ActiveRequest) -> None:
         if entry.decode is not None:
             self._locksteps.pop(entry.decode, None)
 
-    def _on_end(self, entry: Open, sender: Address, end: End) -> None:
+    def _on_end(self, entry: ActiveRequest, sender: Address, end: End) -> None:
         other = entry.prefill if sender == entry.decode else entry.decode
         if end.kind != "finished" or sender == entry.prefill:
             self._abort(entry, other, "superseded")
@@ -406,13 +409,13 @@ class Router:
         """
         if not len(self._line):
             return
-        set_aside: list[Open] = []
+        set_aside: list[ActiveRequest] = []
         prefill, decode, mode = self._fleet.pool("prefill"), self._fleet.pool("decode"), self._config.disaggregation
         while (slot := self._line.head()) is not None:
             entry = self._open[slot]
             ask = self._ask(entry)
             chosen = pick(
-                POLICIES[self._config.policy],
+                POLICIES[self._config.policy].choose,
                 prefill,
                 decode,
                 ask,
@@ -429,18 +432,18 @@ class Router:
         for entry in reversed(set_aside):
             self._line.push(entry.slot, entry.request.priority, front=True)
 
-    def _ask(self, entry: Open) -> Ask:
+    def _ask(self, entry: ActiveRequest) -> PlacementRequest:
         """What the policies know of a request; its hashes, of the prompt alone, are computed once, and only if a policy looks at them."""
-        if entry.hashes is None and (self._config.policy == "prefix_aware" or self._config.min_disaggregated_tokens):
+        if entry.hashes is None and (POLICIES[self._config.policy].wants_hashes or self._config.min_disaggregated_tokens):
             hello = next((replica.hello for replica in self._fleet), None)
             if hello is not None:
                 root = root_hash(hello.layout_fingerprint, entry.request.cache_salt)
                 entry.hashes = chain_hashes(root, entry.request.prompt_token_ids, hello.block_size)
         num_delivered = len(entry.delivered)
         num_tokens = len(entry.request.prompt_token_ids) + num_delivered
-        return Ask(num_tokens, num_delivered, entry.max_tokens - num_delivered, entry.hashes or (), self._clock())
+        return PlacementRequest(num_tokens, num_delivered, entry.max_tokens - num_delivered, entry.hashes or (), self._clock())
 
-    def _start_attempt(self, entry: Open, chosen: Pick, ask: Ask) -> None:
+    def _start_attempt(self, entry: ActiveRequest, chosen: Route, ask: PlacementRequest) -> None:
         now = self._clock()
         entry.spent("router_queue", now)
         entry.attempt += 1
@@ -476,7 +479,7 @@ class Router:
             entry.prefill_load = self._fleet.load_of(chosen.prefill, ask)
             self._fleet.load(chosen.prefill, entry.prefill_load)
 
-    def _leave_attempt(self, entry: Open) -> None:
+    def _leave_attempt(self, entry: ActiveRequest) -> None:
         """The one way out of ACTIVE: both in-flight counters go down, what the attempt spent is booked."""
         if entry.key is None:
             return
@@ -487,13 +490,13 @@ class Router:
             self._fleet.unload(entry.prefill, entry.prefill_load)
         entry.key = entry.prefill = entry.decode = None
 
-    def _requeue(self, entry: Open, *, front: bool) -> None:
+    def _requeue(self, entry: ActiveRequest, *, front: bool) -> None:
         entry.spent("lost_attempts", self._clock())
         entry.attempt_stages.clear()
         self._leave_attempt(entry)
         self._line.push(entry.slot, entry.request.priority, front=front)
 
-    def _failed(self, entry: Open, error: str) -> None:
+    def _failed(self, entry: ActiveRequest, error: str) -> None:
         """One attempt failed: try again from what was delivered, or give up."""
         peers = [label(address) for address in (entry.prefill, entry.decode) if address]
         log.warning("attempt failed", extra=entry.about | {"peers": peers, "error": error})
@@ -526,15 +529,15 @@ class Router:
                     self._abort(entry, address, "superseded")
                 self._failed(entry, f"decode replica {address.replica_id} is down")
 
-    def _abort(self, entry: Open, address: Address | None, reason: AbortReason) -> None:
+    def _abort(self, entry: ActiveRequest, address: Address | None, reason: AbortReason) -> None:
         if address is not None and entry.key is not None:
             self.outbox.append((address, AbortRequest(key=entry.key, reason=reason)))
 
-    def _abort_engines(self, entry: Open, reason: AbortReason) -> None:
+    def _abort_engines(self, entry: ActiveRequest, reason: AbortReason) -> None:
         self._abort(entry, entry.prefill, reason)
         self._abort(entry, entry.decode, reason)
 
-    def _close(self, entry: Open, finish_reason: FinishReason | None, error: RequestError | None) -> None:
+    def _close(self, entry: ActiveRequest, finish_reason: FinishReason | None, error: RequestError | None) -> None:
         """The one terminal event."""
         stages = entry.close_stages(self._clock())
         self._leave_attempt(entry)
@@ -552,7 +555,7 @@ class Router:
         for entry in [e for e in self._open.values() if e.key is None and e.attempt == 0 and e.accepted_at <= before]:
             self._close(entry, None, DeadlineExceeded(f"waited longer than queue_ttl_s = {self._config.queue_ttl_s}"))
 
-    def _find(self, request_id: str) -> Open | None:
+    def _find(self, request_id: str) -> ActiveRequest | None:
         slot = self._slots.get(request_id)
         return None if slot is None else self._open[slot]
 

@@ -12,10 +12,10 @@ from kv_transfer.lease import LeaseTable, Words
 from kv_transfer.transports.local import LocalNetwork, LocalPull
 from protocol.messages import ROUTER_ID, Address, Envelope
 from protocol.timers import Timers
-from simulator.heap import Heap
-from simulator.ledger import Ledger
+from simulator.audit import Audit
+from simulator.event_queue import EventQueue
 from simulator.replica import Replica, build
-from simulator.router_shell import TICK_S, RouterShell
+from simulator.router_driver import TICK_S, RouterDriver
 from simulator.scenario import HalfRight, Scenario
 from simulator.violation import Violation
 from simulator.wire import Wire, text
@@ -25,10 +25,10 @@ class Engines:
     """Those that live, by replica id; `touched`: those to which something happened since the invariants looked last."""
 
     def __init__(
-        self, heap: Heap, scenario: Scenario, wire: Wire, shell: RouterShell, epochs: Iterator[int], ledger: Ledger | None
+        self, queue: EventQueue, scenario: Scenario, wire: Wire, driver: RouterDriver, epochs: Iterator[int], audit: Audit | None
     ) -> None:
-        self._heap, self._scenario, self._wire, self._shell = heap, scenario, wire, shell
-        self._epochs, self._ledger = epochs, ledger
+        self._queue, self._scenario, self._wire, self._driver = queue, scenario, wire, driver
+        self._epochs, self._audit = epochs, audit
         self.network = LocalNetwork()
         self.replicas: dict[str, Replica] = {}
         self.touched: dict[str, Replica] = {}
@@ -36,7 +36,7 @@ class Engines:
         self._stalled: set[LocalPull] = set()
         """Of those, the ones that wait to be asked to end."""
         self._seen: set[LocalPull] = set()
-        """By the ledger."""
+        """By the audit."""
 
     def start(self, name: str) -> Replica:
         address = Address(name, next(self._epochs))
@@ -45,28 +45,28 @@ class Engines:
             self._scenario,
             address,
             network=self.network,
-            clock=self._heap.clock,
-            proposer=HalfRight(self._scenario.seed, self._shell.clients) if is_decode else None,
+            clock=self._queue.clock,
+            proposer=HalfRight(self._scenario.seed, self._driver.clients) if is_decode else None,
             leases_of=self._lease_table,
         )
         self.replicas[name] = replica
         self._wire.inlets[name] = partial(self._arrived, replica)
-        self._heap.note(f"start {name} epoch {address.epoch}")
-        if self._shell.alive:
-            self._shell.router.replica_started(address)
-            self._shell.flush()
+        self._queue.note(f"start {name} epoch {address.epoch}")
+        if self._driver.alive:
+            self._driver.router.replica_started(address)
+            self._driver.flush()
         self._tick(replica)
         return replica
 
     def _lease_table(self, replica: Replica, words: Words) -> LeaseTable:
-        if self._ledger is not None:
-            return self._ledger.engine(replica).lease_table(words)
+        if self._audit is not None:
+            return self._audit.engine(replica).lease_table(words)
         return LeaseTable(words, replica.address.epoch)
 
     def end(self, replica: Replica) -> None:
         """The process is gone at once. Whoever reads from its memory goes on reading."""
         replica.alive = False
-        self._heap.note(f"end {replica.name} epoch {replica.address.epoch}")
+        self._queue.note(f"end {replica.name} epoch {replica.address.epoch}")
         self._wire.cut_off(replica.outgoing)
         del self.replicas[replica.name], self._wire.inlets[replica.name]
         self.touched.pop(replica.name, None)
@@ -77,8 +77,8 @@ class Engines:
                 pull.fail("the puller is dead")
                 self._moving.discard(pull)
                 self._stalled.discard(pull)
-        if self._ledger is not None:
-            self._ledger.engine(replica).check()
+        if self._audit is not None:
+            self._audit.engine(replica).check()
 
     @property
     def quiet(self) -> bool:
@@ -88,10 +88,10 @@ class Engines:
 
     def _arrived(self, replica: Replica, envelope: Envelope) -> None:
         for ready in replica.incoming.accept(envelope):
-            if self._heap.logged:
-                self._heap.note(text(ready))
-            if self._ledger is not None:
-                self._ledger.engine(replica).hears(ready)
+            if self._queue.logged:
+                self._queue.note(text(ready))
+            if self._audit is not None:
+                self._audit.engine(replica).hears(ready)
             replica.doing = ready
             if ready.receiver == replica.address:
                 replica.service.handle(ready)
@@ -115,18 +115,18 @@ class Engines:
             if lost.replica_id == ROUTER_ID:
                 replica.service.router_gone()
         self.turn(replica)
-        self._heap.at(TICK_S, partial(self._tick, replica))
+        self._queue.at(TICK_S, partial(self._tick, replica))
 
     def turn(self, replica: Replica) -> None:
         """What a loop does when it wakes: tick, schedule, send."""
         if not replica.alive:
             return
-        heap, service = self._heap, replica.service
-        if len(service.timers) and heap.chance(self._scenario.faults.early_timer):
+        queue, service = self._queue, replica.service
+        if len(service.timers) and queue.chance(self._scenario.faults.early_timer):
             timers: Timers[Any] = service.timers
-            name = heap.random.choice(timers.names())
-            heap.note(f"{replica.name}: timer {name[0]} of {name[1].request_id} fires early")
-            timers.set(name, heap.clock.now)
+            name = queue.random.choice(timers.names())
+            queue.note(f"{replica.name}: timer {name[0]} of {name[1].request_id} fires early")
+            timers.set(name, queue.clock.now)
         service.tick()
         self._schedule(replica)
         self._flush(replica)
@@ -138,34 +138,34 @@ class Engines:
         outbox = replica.service.outbox
         for receiver, message in outbox:
             envelope = replica.outgoing.envelope(receiver, message)
-            if self._ledger is not None:
-                self._ledger.engine(replica).says(envelope)
+            if self._audit is not None:
+                self._audit.engine(replica).says(envelope)
             self._wire.send(envelope)
         outbox.clear()
-        if self._ledger is not None:
-            self._ledger.refusals.check()
+        if self._audit is not None:
+            self._audit.refusals.check()
 
     # ---- steps
 
     def _schedule(self, replica: Replica) -> None:
         depth = 2 if replica.config.async_scheduling else 1
-        executing, book = replica.executing, self._ledger.engine(replica) if self._ledger is not None else None
+        executing, audit = replica.executing, self._audit.engine(replica) if self._audit is not None else None
         while len(executing) < depth:
-            standing = book.standing() if book is not None else []
+            standing = audit.standing() if audit is not None else []
             batch = replica.service.schedule()
-            if book is not None:
-                book.check_step(standing, batch)
+            if audit is not None:
+                audit.check_step(standing, batch)
             if batch is None:
                 return
-            if self._heap.logged:
-                self._heap.note(f"{replica.name}: step {batch.tray()}")
+            if self._queue.logged:
+                self._queue.note(f"{replica.name}: step {batch.tray()}")
             seconds = self._scenario.step_seconds(batch) + self._scenario.copy_block_s * _num_copies(batch)
-            if self._heap.chance(self._scenario.faults.stall):
-                seconds += self._heap.random.uniform(1.0, 15.0)
-                self._heap.note(f"{replica.name}: the step takes {seconds:.1f} s")
+            if self._queue.chance(self._scenario.faults.stall):
+                seconds += self._queue.random.uniform(1.0, 15.0)
+                self._queue.note(f"{replica.name}: the step takes {seconds:.1f} s")
             executing.append((batch, seconds))
             if len(executing) == 1:
-                self._heap.at(seconds, partial(self._step_end, replica))
+                self._queue.at(seconds, partial(self._step_end, replica))
 
     def _step_end(self, replica: Replica) -> None:
         """Executed as late as the scheduler must bear: the writes land at the end of the step."""
@@ -173,15 +173,15 @@ class Engines:
             return
         batch, seconds = replica.executing.popleft()
         if replica.executing:
-            self._heap.at(replica.executing[0][1], partial(self._step_end, replica))
-        if self._heap.chance(self._scenario.faults.step_failure):
-            self._heap.note(f"{replica.name}: step fails")
+            self._queue.at(replica.executing[0][1], partial(self._step_end, replica))
+        if self._queue.chance(self._scenario.faults.step_failure):
+            self._queue.note(f"{replica.name}: step fails")
             replica.service.step_failed("simulated")
         else:
             output = replica.runner.execute(batch)
             output.seconds, output.swap_seconds = seconds, self._scenario.copy_block_s * _num_copies(batch)
-            if self._ledger is not None:
-                self._ledger.engine(replica).commits(batch)
+            if self._audit is not None:
+                self._audit.engine(replica).commits(batch)
             replica.service.commit(output)
         self.turn(replica)
 
@@ -190,47 +190,47 @@ class Engines:
     def _move_new_pulls(self, replica: Replica) -> None:
         """As many at once as there are channels, in their order; a stalled one holds its channel until it is asked to end."""
         pulls = [pull for pull in self.network.pulls if pull.destination.base is replica.cache]
-        if self._ledger is not None:
-            self._ledger.engine(replica).pulls(len(set(pulls) - self._seen))
+        if self._audit is not None:
+            self._audit.engine(replica).pulls(len(set(pulls) - self._seen))
             self._seen.update(pulls)
         for pull in pulls[: self._scenario.num_channels]:
             if pull in self._stalled and pull.cancelled:
                 self._stalled.discard(pull)
-                self._heap.at(self._scenario.block_seconds(), partial(self._move, pull))
+                self._queue.at(self._scenario.block_seconds(), partial(self._move, pull))
             if pull in self._moving:
                 continue
             self._moving.add(pull)
-            if self._heap.chance(self._scenario.faults.dead_lease):
-                self._heap.at(self._heap.random.uniform(0.0005, 0.01), self._expire_leases)
-                self._heap.at(self._heap.random.uniform(0.02, 0.3), partial(self._move, pull))
+            if self._queue.chance(self._scenario.faults.dead_lease):
+                self._queue.at(self._queue.random.uniform(0.0005, 0.01), self._expire_leases)
+                self._queue.at(self._queue.random.uniform(0.02, 0.3), partial(self._move, pull))
             else:
-                self._heap.at(self._scenario.block_seconds(), partial(self._move, pull))
+                self._queue.at(self._scenario.block_seconds(), partial(self._move, pull))
 
     def _expire_leases(self) -> None:
         """Every lease and revoke timer fires now, whatever is being read under it."""
-        self._heap.note("all leases expire")
+        self._queue.note("all leases expire")
         for replica in list(self.replicas.values()):
             timers: Timers[Any] = replica.service.timers
             for name in [name for name in timers.names() if name[0] in ("lease", "revoke")]:
-                timers.set(name, self._heap.clock.now)
+                timers.set(name, self._queue.clock.now)
             self.turn(replica)
 
     def _move(self, pull: LocalPull) -> None:
         """One block."""
         faults = self._scenario.faults
-        if not pull.done and not pull.cancelled and self._heap.chance(faults.pull_stall / max(1, pull.num_blocks)):
-            self._heap.note("a pull stalls")
+        if not pull.done and not pull.cancelled and self._queue.chance(faults.pull_stall / max(1, pull.num_blocks)):
+            self._queue.note("a pull stalls")
             self._stalled.add(pull)
             return
-        if self._heap.chance(faults.pull_failure / max(1, pull.num_blocks)):
-            self._heap.note("a pull is cut")
+        if self._queue.chance(faults.pull_failure / max(1, pull.num_blocks)):
+            self._queue.note("a pull is cut")
             pull.fail("cut")
         else:
             pull.advance(1)
-            if self._scenario.transfer.checksum and pull.num_moved and self._heap.chance(faults.corruption / pull.num_blocks):
+            if self._scenario.transfer.checksum and pull.num_moved and self._queue.chance(faults.corruption / pull.num_blocks):
                 self._corrupt(pull.destination[pull.destination_blocks[pull.num_moved - 1]])
         if not pull.done:
-            self._heap.at(self._scenario.block_seconds(), partial(self._move, pull))
+            self._queue.at(self._scenario.block_seconds(), partial(self._move, pull))
             return
         self._moving.discard(pull)
         for replica in list(self.replicas.values()):
@@ -239,12 +239,12 @@ class Engines:
 
     def _corrupt(self, block: np.ndarray) -> None:
         """Flips one bit of a block that has just arrived, uint8 [block_bytes]."""
-        index, bit = self._heap.random.randrange(len(block)), self._heap.random.randrange(8)
+        index, bit = self._queue.random.randrange(len(block)), self._queue.random.randrange(8)
         block[index] ^= 1 << bit
-        self._heap.note(f"bit {bit} of byte {index} of a pulled block is flipped")
+        self._queue.note(f"bit {bit} of byte {index} of a pulled block is flipped")
 
     def _violation(self, what: str) -> Violation:
-        return Violation(self._scenario.seed, self._heap.clock.now, what)
+        return Violation(self._scenario.seed, self._queue.clock.now, what)
 
 
 def _num_copies(batch: Batch) -> int:

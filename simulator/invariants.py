@@ -1,4 +1,4 @@
-"""The invariants of the design that hold at every moment, asked of what the last event touched (ledger.py: those with a history)."""
+"""The invariants of the design that hold at every moment, asked of what the last event touched (audit.py: those with a history)."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from protocol.block_hash import chain_hashes, root_hash
 from protocol.clock import VirtualClock
 from simulator.engines import Engines
 from simulator.replica import LAYOUT, Replica
-from simulator.router_shell import RouterShell
+from simulator.router_driver import RouterDriver
 from simulator.scenario import Scenario
 from simulator.violation import Violation
 
@@ -28,8 +28,8 @@ class Invariants:
     An engine's state changes only where the engine is touched, and every engine is touched ten times a second: so is every timer.
     """
 
-    def __init__(self, scenario: Scenario, clock: VirtualClock, shell: RouterShell, engines: Engines) -> None:
-        self._scenario, self._clock, self._shell, self._engines = scenario, clock, shell, engines
+    def __init__(self, scenario: Scenario, clock: VirtualClock, driver: RouterDriver, engines: Engines) -> None:
+        self._scenario, self._clock, self._driver, self._engines = scenario, clock, driver, engines
         self._index: dict[bytes, int] = {}
         """By hash, its row in `_contents`."""
         self._contents = self._expected_contents()
@@ -41,19 +41,19 @@ class Invariants:
             for replica in touched.values():
                 self._check_engine(replica)
             touched.clear()
-        if self._shell.touched:
-            self._shell.touched = False
+        if self._driver.touched:
+            self._driver.touched = False
             self._check_in_flight()
             self._check_answers()
 
     def check_end(self) -> None:
         """Everything is quiet: back to the baseline (I2), one terminal event each (I13), the right tokens (I7)."""
-        shell = self._shell
+        driver = self._driver
         for replica in self._engines.replicas.values():
             replica.service.check_idle()
-        if shell.alive and (any(r.in_flight for r in shell.router.replicas()) or shell.router.num_open):
+        if driver.alive and (any(r.in_flight for r in driver.router.replicas()) or driver.router.num_open):
             self._fail("I5: in-flight counters or open requests are left")
-        for name, client in shell.clients.items():
+        for name, client in driver.clients.items():
             if not client.closed:
                 self._fail(f"I13: {name} has no terminal event")
             if client.ended is not None and client.ended.error is None and client.received != client.expected:
@@ -124,9 +124,9 @@ class Invariants:
 
     def _check_in_flight(self) -> None:
         """I5: the router's counters are what its open requests say."""
-        if not self._shell.alive:
+        if not self._driver.alive:
             return
-        router = self._shell.router
+        router = self._driver.router
         counted: Counter[object] = Counter()
         for entry in router.active():
             counted[entry.decode] += 1
@@ -152,8 +152,8 @@ class Invariants:
 
     def _check_answers(self) -> None:
         """I3, I7, I13: what was delivered is the beginning of the right answer, no token repeated, skipped or invented."""
-        for name in self._shell.heard:
-            client = self._shell.clients[name]
+        for name in self._driver.heard:
+            client = self._driver.clients[name]
             start, new = client.num_checked, client.received[client.num_checked :]
             client.num_checked += len(new)
             if new != client.expected[start : client.num_checked]:
@@ -161,7 +161,7 @@ class Invariants:
             asked = client.request.sampling.logprobs is not None
             if client.logprobs[start:] != ([expected_logprobs(token, 1) for token in new] if asked else []):
                 self._fail(f"I13: {name} received {client.received} with the logprobs {client.logprobs}")
-        self._shell.heard.clear()
+        self._driver.heard.clear()
 
     def _expected_contents(self) -> np.ndarray:
         """KV of every full block that any request's tokens can fill, int64 [num_hashes, block_size]; fills `_index`."""

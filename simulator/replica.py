@@ -29,7 +29,7 @@ LeasesOf = Callable[["Replica", Words], LeaseTable]
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One engine in one epoch, with the shell's job done by the event heap."""
+    """One engine in one epoch, with the shell's job done by the event queue."""
 
     address: Address
     config: EngineConfig

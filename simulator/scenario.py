@@ -1,4 +1,4 @@
-"""What one simulated run consists of: engines, clients, speeds and faults. The event heap (simulator/simulation.py) plays it.
+"""What one simulated run consists of: engines, clients, speeds and faults. The event queue (simulator/simulation.py) plays it.
 
 `drawn` makes one from a seed, small and nasty; cluster/simulate.py makes one from a configuration and a workload.
 """
@@ -20,6 +20,7 @@ from protocol.errors import RequestError
 from protocol.messages import RequestKey, SamplingParams, TokenLogprobs
 from router.admission import ClientRequest
 from router.config import RouterConfig
+from router.policy import POLICIES
 from router.request import Ended
 
 HORIZON_S = 400.0
@@ -113,7 +114,7 @@ class Client:
 
 @dataclass(slots=True, kw_only=True)
 class Scenario:
-    """Everything the heap does not decide. Durations in virtual seconds; callables may draw from their own streams."""
+    """Everything the queue does not decide. Durations in virtual seconds; callables may draw from their own streams."""
 
     seed: int
     num_prefill: int
@@ -185,7 +186,7 @@ def drawn(
         decode=_draw_decode(draw, config, tight),
         router=RouterConfig(
             max_attempts=10,
-            policy=draw.choice(["round_robin", "least_loaded", "prefix_aware"]),
+            policy=draw.choice(list(POLICIES)),
             disaggregation=draw.choice(MODES if num_prefill else MODES[1:]),
             max_queue=draw.choice([1, 8, 1024, 1024]),
             queue_ttl_s=draw.choice([None, None, 2.0]) if faults.deadline else None,

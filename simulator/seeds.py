@@ -15,7 +15,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
+from typing import NoReturn
 
 from simulator.scenario import ALL_FAULTS, NO_FAULTS, drawn
 from simulator.simulation import Simulation
@@ -83,6 +84,13 @@ def in_words(totals: Counter[str]) -> str:
     return ", ".join(f"{totals[name]} {name}" for name in ("seeds", "requests", "faults", "events"))
 
 
+def end(number: int, frame: object) -> NoReturn:
+    """On a signal: no worker outlives us, nor does one that has just been started wait for work while we wait for its end."""
+    for worker in active_children():
+        worker.terminate()
+    sys.exit(128 + number)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m simulator", description="Run seeded fault schedules; exit 1 at the first violation.")
     parser.add_argument("--first-seed", type=int, default=1)
@@ -93,7 +101,7 @@ def main() -> None:
     if arguments.speed:
         print(report())
         return
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # else the workers outlive us
+    signal.signal(signal.SIGTERM, end)
     started = time.perf_counter()
     try:
         totals = run_seeds(arguments.first_seed, arguments.seeds, processes=arguments.processes)

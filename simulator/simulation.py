@@ -1,10 +1,10 @@
-"""The event-heap driver: the real router, services, schedulers and block managers under a virtual clock, with faults from a seed.
+"""The event-queue driver: the real router, services, schedulers and block managers under a virtual clock, with faults from a seed.
 
- 1. heap.py pops the next event and sets the clock
- 2. router_shell.py, engines.py, supervisor.py do what the real shells do: hand messages and steps to the state machines, carry off
+ 1. event_queue.py pops the next event and sets the clock
+ 2. router_driver.py, engines.py, supervisor.py do what the real shells do: hand messages and steps to the state machines, carry off
     what these put out
  3. wire.py delays, doubles and cuts off what is sent
- 4. invariants.py looks at what the event touched; ledger.py has counted on its own
+ 4. invariants.py looks at what the event touched; audit.py has counted on its own
 
 Only three things are models here: the wire, the transfer (blocks move one by one, may fail, may change, may end after their lease
 died) and the runner (the arithmetic one, whose step takes a drawn time). Same seed, same run.
@@ -15,12 +15,12 @@ from functools import partial
 
 from protocol.errors import ProtocolError
 from router.router import Router
+from simulator.audit import Audit
 from simulator.engines import Engines
-from simulator.heap import Heap
+from simulator.event_queue import EventQueue
 from simulator.invariants import Invariants
-from simulator.ledger import Ledger
 from simulator.replica import Replica
-from simulator.router_shell import RouterShell
+from simulator.router_driver import RouterDriver
 from simulator.scenario import Client, Scenario
 from simulator.supervisor import Supervisor
 from simulator.violation import Violation
@@ -32,24 +32,24 @@ class Simulation:
 
     def __init__(self, scenario: Scenario, *, checked: bool = True, logged: bool = False) -> None:
         self.scenario, self.seed = scenario, scenario.seed
-        self.heap = Heap(scenario.seed, logged=logged)
-        wire, epochs = Wire(self.heap, scenario.wire_seconds, scenario.faults.duplicate), itertools.count(1)
-        self._ledger = Ledger(scenario, self.heap.clock) if checked else None
-        self.shell = RouterShell(self.heap, scenario, wire, epochs, self._ledger)
-        self.engines = Engines(self.heap, scenario, wire, self.shell, epochs, self._ledger)
-        self.supervisor = Supervisor(self.heap, scenario, self.shell, self.engines)
-        self._invariants = Invariants(scenario, self.heap.clock, self.shell, self.engines) if checked else None
+        self.queue = EventQueue(scenario.seed, logged=logged)
+        wire, epochs = Wire(self.queue, scenario.wire_seconds, scenario.faults.duplicate), itertools.count(1)
+        self._audit = Audit(scenario, self.queue.clock) if checked else None
+        self.driver = RouterDriver(self.queue, scenario, wire, epochs, self._audit)
+        self.engines = Engines(self.queue, scenario, wire, self.driver, epochs, self._audit)
+        self.supervisor = Supervisor(self.queue, scenario, self.driver, self.engines)
+        self._invariants = Invariants(scenario, self.queue.clock, self.driver, self.engines) if checked else None
         for client in scenario.clients:
-            self.heap.at(client.submit_at, partial(self.shell.submit, client))
+            self.queue.at(client.submit_at, partial(self.driver.submit, client))
 
     def run(self) -> None:
         """Until everything is quiet. Raises Violation."""
         try:
-            while self.shell.open or not self.engines.quiet:
+            while self.driver.open or not self.engines.quiet:
                 self.step()
-            if self._invariants is not None and self._ledger is not None:
+            if self._invariants is not None and self._audit is not None:
                 self._invariants.check_end()
-                self._ledger.check_end(self.replicas.values(), router_alive=self.shell.alive)
+                self._audit.check_end(self.replicas.values(), router_alive=self.driver.alive)
                 if not self.num_faults:
                     self._invariants.check_no_timer_fired()
         except ProtocolError as error:
@@ -57,9 +57,9 @@ class Simulation:
 
     def step(self) -> None:
         """One event, and the invariants after it."""
-        action = self.heap.next()
-        if action is None or self.heap.clock.now > self.scenario.horizon_s:
-            raise self._violation(f"not quiet after {self.heap.clock.now:.0f} virtual seconds: {self._what_is_left()}")
+        action = self.queue.next()
+        if action is None or self.queue.clock.now > self.scenario.horizon_s:
+            raise self._violation(f"not quiet after {self.queue.clock.now:.0f} virtual seconds: {self._what_is_left()}")
         action()
         if self._invariants is not None:
             self._invariants.check()
@@ -68,7 +68,7 @@ class Simulation:
 
     @property
     def router(self) -> Router:
-        return self.shell.router
+        return self.driver.router
 
     @property
     def replicas(self) -> dict[str, Replica]:
@@ -77,23 +77,23 @@ class Simulation:
 
     @property
     def clients(self) -> dict[str, Client]:
-        return self.shell.clients
+        return self.driver.clients
 
     @property
     def num_events(self) -> int:
-        return self.heap.num_events
+        return self.queue.num_events
 
     @property
     def num_faults(self) -> int:
-        return self.heap.num_faults
+        return self.queue.num_faults
 
     @property
     def log(self) -> list[str]:
-        return self.heap.log
+        return self.queue.log
 
     def _violation(self, text: str) -> Violation:
-        return Violation(self.seed, self.heap.clock.now, text)
+        return Violation(self.seed, self.queue.clock.now, text)
 
     def _what_is_left(self) -> str:
         busy = [name for name, replica in self.replicas.items() if not replica.service.idle]
-        return f"requests {sorted(self.shell.open)}, engines {busy}, {len(self.engines.network.pulls)} pulls"
+        return f"requests {sorted(self.driver.open)}, engines {busy}, {len(self.engines.network.pulls)} pulls"

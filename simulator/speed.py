@@ -45,9 +45,9 @@ def measure(*, checked: bool, num_running: int = NUM_RUNNING, num_decode: int = 
     decodes = [simulation.replicas[f"decode-{index}"] for index in range(num_decode)]
     while any(replica.scheduler.num_running < num_running for replica in decodes):
         simulation.step()
-    num_open, first_event, first_step = len(simulation.shell.open), simulation.num_events, _num_steps(simulation)
+    num_open, first_event, first_step = len(simulation.driver.open), simulation.num_events, _num_steps(simulation)
     started = time.perf_counter()
-    while len(simulation.shell.open) == num_open:
+    while len(simulation.driver.open) == num_open:
         simulation.step()
     seconds = time.perf_counter() - started
     if any(client.received != client.expected[: len(client.received)] for client in simulation.clients.values()):

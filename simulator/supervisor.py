@@ -5,9 +5,9 @@ from functools import partial
 
 from protocol.messages import Drain, Envelope
 from simulator.engines import Engines
-from simulator.heap import Heap
+from simulator.event_queue import EventQueue
 from simulator.replica import Replica
-from simulator.router_shell import TICK_S, RouterShell
+from simulator.router_driver import TICK_S, RouterDriver
 from simulator.scenario import Scenario
 
 CALM_S = 0.5
@@ -17,8 +17,8 @@ CALM_S = 0.5
 class Supervisor:
     """Looks at every process every `TICK_S`, and draws what happens to it then."""
 
-    def __init__(self, heap: Heap, scenario: Scenario, shell: RouterShell, engines: Engines) -> None:
-        self._heap, self._scenario, self._shell, self._engines = heap, scenario, shell, engines
+    def __init__(self, queue: EventQueue, scenario: Scenario, driver: RouterDriver, engines: Engines) -> None:
+        self._queue, self._scenario, self._driver, self._engines = queue, scenario, driver, engines
         faults = scenario.faults
         self._left = Counter(kills=faults.kills, drains=faults.drains, scale_ups=faults.scale_ups, scale_downs=faults.scale_downs)
         self._sizes = Counter(prefill=scenario.num_prefill, decode=scenario.num_decode)
@@ -29,35 +29,35 @@ class Supervisor:
         self._look()
 
     def _look(self) -> None:
-        if self._shell.dies():
-            self._heap.at(self._heap.random.uniform(0.0, TICK_S), self._kill_router)
-        self._shell.pauses()
+        if self._driver.dies():
+            self._queue.at(self._queue.random.uniform(0.0, TICK_S), self._kill_router)
+        self._driver.pauses()
         for replica in list(self._engines.replicas.values()):
-            if replica.address in self._shell.lost or (replica.draining and replica.service.drained):
+            if replica.address in self._driver.lost or (replica.draining and replica.service.drained):
                 self._end(replica)
             else:
                 self._draw(replica)
         if self._due("scale_ups", 0.04):
-            pool = self._heap.random.choice(["prefill", "decode"])
-            self._heap.note(f"scale up {pool}")
+            pool = self._queue.random.choice(["prefill", "decode"])
+            self._queue.note(f"scale up {pool}")
             self._engines.start(f"{pool}-{self._sizes[pool]}")
             self._sizes[pool] += 1
-        self._shell.lost.clear()
-        self._heap.at(TICK_S, self._look)
+        self._driver.lost.clear()
+        self._queue.at(TICK_S, self._look)
 
     def _draw(self, replica: Replica) -> None:
         """Kills it, drains it, or takes it away for good; most often nothing."""
         if self._due("kills", 0.04):
-            self._heap.at(self._heap.random.uniform(0.0, TICK_S), partial(self._end, replica))
+            self._queue.at(self._queue.random.uniform(0.0, TICK_S), partial(self._end, replica))
         elif not replica.draining and self._due("drains", 0.04):
             self._drain(replica)
         elif not replica.draining and self._can_go(replica) and self._due("scale_downs", 0.04):
             replica.leaving = True
-            self._heap.note(f"scale down {replica.name}")
+            self._queue.note(f"scale down {replica.name}")
             self._drain(replica)
 
     def _due(self, what: str, probability: float) -> bool:
-        if self._left[what] and self._heap.clock.now > CALM_S and self._heap.chance(probability):
+        if self._left[what] and self._queue.clock.now > CALM_S and self._queue.chance(probability):
             self._left[what] -= 1
             return True
         return False
@@ -75,24 +75,24 @@ class Supervisor:
     def _drain(self, replica: Replica) -> None:
         """Through the router, or at the engine alone, as a stop signal to its process does."""
         replica.draining = True
-        deadline_s = self._heap.random.uniform(0.0, 2.0)
-        if self._shell.alive and self._heap.random.random() < 0.5:
-            self._heap.note(f"drain {replica.name} within {deadline_s:.2f} s")
-            self._shell.router.drain_replica(replica.address, deadline_s)
-            self._shell.flush()
+        deadline_s = self._queue.random.uniform(0.0, 2.0)
+        if self._driver.alive and self._queue.random.random() < 0.5:
+            self._queue.note(f"drain {replica.name} within {deadline_s:.2f} s")
+            self._driver.router.drain_replica(replica.address, deadline_s)
+            self._driver.flush()
         else:
-            self._heap.note(f"stop {replica.name} within {deadline_s:.2f} s")
+            self._queue.note(f"stop {replica.name} within {deadline_s:.2f} s")
             replica.service.handle(Envelope(replica.address, replica.address, 0, Drain(deadline_s=deadline_s)))
             self._engines.turn(replica)
 
     # ---- ends and successors
 
     def _kill_router(self) -> None:
-        self._shell.kill()
-        self._heap.at(self._heap.random.uniform(0.01, self._heap.random.choice([0.5, 12.0])), self._start_router)
+        self._driver.kill()
+        self._queue.at(self._queue.random.uniform(0.01, self._queue.random.choice([0.5, 12.0])), self._start_router)
 
     def _start_router(self) -> None:
-        self._shell.start(replica.address for replica in self._engines.replicas.values())
+        self._driver.start(replica.address for replica in self._engines.replicas.values())
 
     def _end(self, replica: Replica) -> None:
         """The router hears of it; a successor starts, unless it left, and reuses the memory: words are cleared first."""
@@ -101,9 +101,9 @@ class Supervisor:
         self._engines.end(replica)
 
         def noticed() -> None:
-            if self._shell.alive:
-                self._shell.router.replica_down(replica.address)
-                self._shell.flush()
+            if self._driver.alive:
+                self._driver.router.replica_down(replica.address)
+                self._driver.flush()
 
         def restart() -> None:
             if replica.words is not None:
@@ -111,6 +111,6 @@ class Supervisor:
             replica.cache[:] = -1
             self._engines.start(replica.name)
 
-        self._heap.at(self._heap.random.uniform(0.01, 1.0), noticed)
+        self._queue.at(self._queue.random.uniform(0.01, 1.0), noticed)
         if not replica.leaving:
-            self._heap.at(self._heap.random.uniform(0.05, 3.0), restart)
+            self._queue.at(self._queue.random.uniform(0.05, 3.0), restart)

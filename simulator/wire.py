@@ -5,7 +5,7 @@ from functools import partial
 
 from protocol.delivery import Outgoing
 from protocol.messages import Address, Envelope, KVHandoff, KVRelease, Message
-from simulator.heap import Heap
+from simulator.event_queue import EventQueue
 
 Inlet = Callable[[Envelope], None]
 
@@ -13,20 +13,20 @@ Inlet = Callable[[Envelope], None]
 class Wire:
     """`inlets`: by replica id, who takes messages now; what comes for anybody else is lost."""
 
-    def __init__(self, heap: Heap, seconds: Callable[[], float], duplicate: float) -> None:
+    def __init__(self, queue: EventQueue, seconds: Callable[[], float], duplicate: float) -> None:
         self.inlets: dict[str, Inlet] = {}
-        self._heap, self._seconds, self._duplicate = heap, seconds, duplicate
+        self._queue, self._seconds, self._duplicate = queue, seconds, duplicate
         self._cut: dict[tuple[Address, Address], int] = {}
         """By (dead sender, receiver): the first of its messages that does not arrive."""
 
     def send(self, envelope: Envelope) -> None:
-        for _ in range(2 if self._heap.chance(self._duplicate) else 1):
-            self._heap.at(self._seconds(), partial(self._arrive, envelope))
+        for _ in range(2 if self._queue.chance(self._duplicate) else 1):
+            self._queue.at(self._seconds(), partial(self._arrive, envelope))
 
     def cut_off(self, outgoing: Outgoing) -> None:
         """The sender is dead: of what is still under way to each receiver a drawn beginning arrives."""
         for receiver, num_sent in outgoing.sent().items():
-            self._cut[outgoing.address, receiver] = max(0, num_sent - self._heap.random.choice([0, 0, 1, 2, 5]))
+            self._cut[outgoing.address, receiver] = max(0, num_sent - self._queue.random.choice([0, 0, 1, 2, 5]))
 
     def _arrive(self, envelope: Envelope) -> None:
         if self._cut and envelope.seq >= self._cut.get((envelope.sender, envelope.receiver), envelope.seq + 1):

@@ -13,7 +13,7 @@ from bench.gpu.report import Cell, Column, Item, Note, Problem, Table
 from bench.gpu.setting import Setting
 from engine import sampling as on_cpu
 from engine.kernels import block_copy, reference, rms_norm, rope_and_cache, sampling, silu_and_mul
-from engine.row_sampling import RowSampling
+from engine.sampling_metadata import SamplingMetadata
 from protocol.arrays import Int32
 from protocol.messages import SamplingParams
 
@@ -194,7 +194,7 @@ def _sampling(setting: Setting) -> Iterator[Item]:
     random = np.random.default_rng(setting.seed)
     logits = (random.standard_normal((num_rows, vocab_size)) * 3).astype(np.float32)
     token_ids = random.integers(0, vocab_size // 4, (num_rows, num_known)).astype(np.int32)
-    table = RowSampling(num_rows)
+    table = SamplingMetadata(num_rows)
     for row in range(num_rows):
         fields: dict[str, Any] = {"temperature": 1.0, **options[row % len(options)], "seed": int(random.integers(2**63))}
         table.put(row, SamplingParams(**fields), base=row - num_known // 2, eos_token_ids=())
@@ -210,7 +210,7 @@ def _sampling(setting: Setting) -> Iterator[Item]:
         yield Problem(f"sample: {num_unlike} of {num_rows} rows chose another token than the CPU")
 
 
-def _choose_on_device(setting: Setting, logits: torch.Tensor, table: RowSampling, contexts: on_cpu.Contexts) -> Int32:
+def _choose_on_device(setting: Setting, logits: torch.Tensor, table: SamplingMetadata, contexts: on_cpu.Contexts) -> Int32:
     def put(array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(setting.device)
 

@@ -15,7 +15,7 @@ passes, about 4 where the weights lie apart. The mass above a threshold is a flo
 import torch
 
 from engine.kernels.launch import tl, triton
-from engine.row_sampling import GREEDY_BELOW
+from engine.sampling_metadata import GREEDY_BELOW
 
 COLD = tl.constexpr(GREEDY_BELOW)
 OF_PROMPT = tl.constexpr(1 << 30)
@@ -55,8 +55,8 @@ def penalise(
     logits        float32 [S, vocab], rows contiguous
     counts        int32 [S, vocab], contiguous, scratch
     token_ids     int32 [num_rows, max_model_len], rows contiguous; sequence s has its known tokens in row rows[s]
-    rows, num_known, last, answer_bases   int32 [S], as in `engine.sampling.Contexts` and `RowSampling`: of num_known[s] tokens the last
-                  is last[s]; the token at position p belongs to the answer from answer_bases[s] + p = 0 on
+    rows, num_known, last, answer_bases   int32 [S], as in `engine.sampling.Contexts` and `SamplingMetadata`:
+                  of num_known[s] tokens the last is last[s]; the token at position p belongs to the answer from answer_bases[s] + p = 0 on
     repetitions, presences, frequencies   float32 [S]; 1, 0 and 0 leave a row alone
     """
     num_sequences, vocab_size = logits.shape

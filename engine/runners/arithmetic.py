@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from engine.row_sampling import GREEDY_BELOW
 from engine.runner import Batch, StepOutput
 from engine.runners import arithmetic_loops as loops
 from engine.runners.arithmetic_loops import BlockTables, Newest, Seeds, Targets, TokenIds, Work
 from engine.runners.arithmetic_model import PRIME, VOCAB_SIZE, expected_logprobs
 from engine.runners.host_copies import HostCopies, nothing_sampled
+from engine.sampling_metadata import GREEDY_BELOW
 from protocol.arrays import Int32, Int64
 from protocol.messages import TokenLogprobs
 

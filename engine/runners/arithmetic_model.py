@@ -26,7 +26,7 @@ VOCAB_SIZE = 32_000
 
 
 def kv_layout_fields(block_size: int, vocab_size: int = VOCAB_SIZE) -> dict[str, Any]:
-    """Fields of the KVLayout this runner's cache has in shared memory: one layer, one head, one int64 each for K and V."""
+    """Fields of the KVLayout that this model's cache has in shared memory: one layer, one head, one int64 each for K and V."""
     model = f"arithmetic-{vocab_size}"
     return {"model": model, "dtype": "int64", "num_layers": 1, "num_kv_heads": 1, "block_size": block_size, "head_dim": 1}
 

@@ -20,10 +20,10 @@ from engine.kernels.launch import require_device
 from engine.kernels.paged_attention import num_splits
 from engine.models.llama import LlamaModel, float32_logits
 from engine.runner import Batch, StepOutput
-from engine.runners.cuda_copies import Mark, SwapCopies, fetch, upload
+from engine.runners.cuda_copies import DeviceEvent, SwapCopies, fetch, upload
 from engine.runners.cuda_forward import DeviceStep, forward
 from engine.runners.cuda_graphs import TOKEN_IDS, DecodeGraphs, packed_decodes
-from engine.runners.cuda_sampling import NO_WISHES, Arrays, Wishes, choose, reports, wishes_of
+from engine.runners.cuda_sampling import NO_SAMPLING_METADATA, Arrays, DeviceSamplingMetadata, choose, device_sampling_metadata, reports
 from engine.runners.drafts import accept
 from engine.runners.host_copies import nothing_sampled
 from engine.runners.step_plan import StepPlan, plan_step
@@ -51,7 +51,9 @@ class DeviceLost(Exception):
 class LaunchedStep:
     """`finish` makes the output once the marks have passed."""
 
-    def __init__(self, begun: Mark, swapped: Mark, ended: Mark, swapped_bytes: int, finish: Callable[[], StepOutput]) -> None:
+    def __init__(
+        self, begun: DeviceEvent, swapped: DeviceEvent, ended: DeviceEvent, swapped_bytes: int, finish: Callable[[], StepOutput]
+    ) -> None:
         self._begun, self._swapped, self._ended, self._swapped_bytes, self._finish = begun, swapped, ended, swapped_bytes, finish
 
     def result(self) -> StepOutput:
@@ -112,11 +114,11 @@ class CUDARunner:
     def launch(self, batch: Batch) -> LaunchedStep:
         """Gives the device its orders. `batch`'s arrays are read before this returns."""
         try:
-            begun = Mark(self.device)
+            begun = DeviceEvent(self.device)
             swapped_bytes = self._copies.launch(batch)
-            swapped = Mark(self.device) if swapped_bytes else begun
+            swapped = DeviceEvent(self.device) if swapped_bytes else begun
             finish = self._launch(batch) if len(batch.rows) else lambda: nothing_sampled(0, 0.0)
-            return LaunchedStep(begun, swapped, Mark(self.device), swapped_bytes, finish)
+            return LaunchedStep(begun, swapped, DeviceEvent(self.device), swapped_bytes, finish)
         except torch.AcceleratorError as error:
             raise DeviceLost(str(error)) from error
 
@@ -125,8 +127,8 @@ class CUDARunner:
             self._last = torch.nn.functional.pad(self._last, (0, len(batch.token_ids) - len(self._last)))
         plan = plan_step(batch, self.block_size)
         size = self._graphs.size_for(len(batch.rows)) if int(batch.num_scheduled.max()) == 1 else None
-        wishes = _wishes(plan, batch, self.model.config.vocab_size)
-        sent = upload(_step_arrays(plan, batch, size) | wishes.arrays, self.device)
+        metadata = _sampling_metadata(plan, batch, self.model.config.vocab_size)
+        sent = upload(_step_arrays(plan, batch, size) | metadata.arrays, self.device)
         if size is not None:
             sent["token_ids"] = sent["packed"][TOKEN_IDS]
         if batch.pending is not None:
@@ -136,11 +138,11 @@ class CUDARunner:
         if x is None:
             return lambda: accept(plan, np.zeros(0, np.int32), {})
         last = sent["token_ids"].index_select(0, sent["sampled_tokens"])
-        chosen, logprobs = choose(float32_logits(x, self.model.lm_head), sent, last, wishes)
+        chosen, logprobs = choose(float32_logits(x, self.model.lm_head), sent, last, metadata)
         if batch.num_drafts is None:
             self._last.index_copy_(0, sent["sampled_rows"], chosen)
         tokens, told = fetch(chosen), [fetch(tensor) for tensor in logprobs or ()]
-        return lambda: accept(plan, tokens, reports(wishes, *told) if told else {})
+        return lambda: accept(plan, tokens, reports(metadata, *told) if told else {})
 
     def _computed(self, plan: StepPlan, sent: Tensors, size: int | None) -> torch.Tensor | None:
         """What goes into the head: [L, hidden]; None if L is 0."""
@@ -183,12 +185,12 @@ def _step_arrays(plan: StepPlan, batch: Batch, size: int | None) -> Arrays:
     return arrays
 
 
-def _wishes(plan: StepPlan, batch: Batch, vocab_size: int) -> Wishes:
+def _sampling_metadata(plan: StepPlan, batch: Batch, vocab_size: int) -> DeviceSamplingMetadata:
     if batch.sampling is None or not len(plan.sampled_tokens):
-        return NO_WISHES
+        return NO_SAMPLING_METADATA
     rows = np.repeat(batch.rows[plan.sampled], 1 + plan.num_drafts)
     num_known = (plan.positions[plan.sampled_tokens] + 1).astype(np.int32)
-    return wishes_of(batch.sampling, Contexts(rows, num_known, batch.token_ids, num_known), vocab_size)
+    return device_sampling_metadata(batch.sampling, Contexts(rows, num_known, batch.token_ids, num_known), vocab_size)
 
 
 def _check_shapes(model: LlamaModel, block_size: int) -> None:

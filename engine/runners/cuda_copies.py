@@ -20,7 +20,7 @@ ALIGNMENT = 16
 TORCH_TYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64, np.dtype(np.float32): torch.float32}
 
 
-class Mark:
+class DeviceEvent:
     """A point in the order of the device's work."""
 
     def __init__(self, device: torch.device) -> None:
@@ -37,7 +37,7 @@ class Mark:
         if self._event is not None:
             self._event.synchronize()
 
-    def seconds_since(self, earlier: "Mark") -> float:
+    def seconds_since(self, earlier: "DeviceEvent") -> float:
         """Of the device's time, between two marks that were waited for."""
         if self._event is None or earlier._event is None:
             return self._passed_at - earlier._passed_at

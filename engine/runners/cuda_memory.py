@@ -12,9 +12,9 @@ import torch
 
 from engine.config import EngineConfig
 from engine.models.llama import LlamaModel
-from engine.row_sampling import RowSampling
 from engine.runner import Batch
 from engine.runners.cuda import CUDARunner, block_bytes
+from engine.sampling_metadata import SamplingMetadata
 from protocol.errors import CapacityError
 from protocol.messages import SamplingParams
 
@@ -59,7 +59,7 @@ def largest_batch(config: EngineConfig) -> Batch:
     scheduled = np.full(num_seqs, config.max_num_batched_tokens // num_seqs, np.int32)
     scheduled[: config.max_num_batched_tokens % num_seqs] += 1
     scheduled = np.minimum(scheduled, config.max_model_len)
-    sampling = RowSampling(num_seqs)
+    sampling = SamplingMetadata(num_seqs)
     params = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, seed=1, presence_penalty=0.1, logprobs=1)
     for row in range(num_seqs):
         sampling.put(row, params, base=-int(scheduled[row]), eos_token_ids=())

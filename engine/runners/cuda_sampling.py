@@ -1,8 +1,8 @@
 """The choice of tokens on a GPU: what `engine/sampling.py` does, by `engine/kernels/sampling.py`. In three parts, as nothing may wait:
 
-wishes = wishes_of(...)                on the host, before the step is launched; their arrays travel with its other metadata
-choose(logits, sent, last, wishes)     on the device, behind the model
-reports(wishes, ...)                   on the host, when the step is done
+metadata = device_sampling_metadata(...)  on the host, before the step is launched; its arrays travel with all else
+choose(logits, sent, last, metadata)      on the device, behind the model
+reports(metadata, ...)                    on the host, when the step is done
 """
 
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 
 from engine.kernels import sampling as kernels
-from engine.row_sampling import RowSampling
 from engine.sampling import Contexts
+from engine.sampling_metadata import SamplingMetadata
 from protocol.arrays import Int32, Int64
 from protocol.messages import TokenLogprobs
 
@@ -33,7 +33,7 @@ class Logprobs(NamedTuple):
     top: torch.Tensor
 
 
-class Wishes(NamedTuple):
+class DeviceSamplingMetadata(NamedTuple):
     """Of S sequences."""
 
     arrays: Arrays
@@ -53,14 +53,14 @@ class Wishes(NamedTuple):
     """[A] how many of the likeliest."""
 
 
-NO_WISHES = Wishes({}, np.zeros(0, np.int64), np.zeros(0, np.int32))
+NO_SAMPLING_METADATA = DeviceSamplingMetadata({}, np.zeros(0, np.int64), np.zeros(0, np.int32))
 
 
-def wishes_of(sampling: RowSampling, contexts: Contexts, vocab_size: int) -> Wishes:
+def device_sampling_metadata(sampling: SamplingMetadata, contexts: Contexts, vocab_size: int) -> DeviceSamplingMetadata:
     """`contexts.last` is not read: it may not be here yet."""
     special = np.flatnonzero(sampling.special[contexts.rows])
     if not len(special):
-        return NO_WISHES
+        return NO_SAMPLING_METADATA
     rows, num_known = contexts.rows[special], contexts.num_known[special]
     indices = sampling.answer_bases[rows].astype(np.int64) + num_known
     arrays: Arrays = {"special": special, "indices": indices, "seeds": sampling.seeds[rows].view(np.int64)}
@@ -69,15 +69,15 @@ def wishes_of(sampling: RowSampling, contexts: Contexts, vocab_size: int) -> Wis
     asks = sampling.num_logprobs[rows] >= 0
     if asks.any():
         arrays["asked"] = special[asks]
-    return Wishes(arrays, special[asks], sampling.num_logprobs[rows[asks]])
+    return DeviceSamplingMetadata(arrays, special[asks], sampling.num_logprobs[rows[asks]])
 
 
 def choose(
-    logits: torch.Tensor, sent: Mapping[str, torch.Tensor], last: torch.Tensor, wishes: Wishes
+    logits: torch.Tensor, sent: Mapping[str, torch.Tensor], last: torch.Tensor, metadata: DeviceSamplingMetadata
 ) -> tuple[torch.Tensor, Logprobs | None]:
     """One token for each row of `logits`, float32 [S, vocab], int32 [S], and logprobs of those that asked.
 
-    `sent`: the arrays of `wishes`, on the device; `last`: int32 [S] the last known token of each.
+    `sent`: the arrays of `metadata`, on the device; `last`: int32 [S] the last known token of each.
     """
     chosen = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
     kernels.greedy(logits, chosen)
@@ -105,17 +105,17 @@ def choose(
     chosen.index_copy_(0, special, tokens)
     if "asked" not in sent:
         return chosen, None
-    asked, most = sent["asked"], min(int(wishes.num_top.max()), logits.shape[1])
+    asked, most = sent["asked"], min(int(metadata.num_top.max()), logits.shape[1])
     return chosen, Logprobs(*kernels.logprobs(logits.index_select(0, asked), chosen.index_select(0, asked), most))
 
 
-def reports(wishes: Wishes, own: Array, top_token_ids: Array, top: Array) -> dict[int, TokenLogprobs]:
+def reports(metadata: DeviceSamplingMetadata, own: Array, top_token_ids: Array, top: Array) -> dict[int, TokenLogprobs]:
     """By index in S, each as long as was asked. Arrays as in `Logprobs`, on the host."""
-    rows = zip(wishes.asked.tolist(), wishes.num_top.tolist(), own.tolist(), top_token_ids.tolist(), top.tolist(), strict=True)
+    rows = zip(metadata.asked.tolist(), metadata.num_top.tolist(), own.tolist(), top_token_ids.tolist(), top.tolist(), strict=True)
     return {index: TokenLogprobs(value, tuple(ids[:count]), tuple(values[:count])) for index, count, value, ids, values in rows}
 
 
-def _penalties(sampling: RowSampling, rows: Int32, num_known: Int32, token_ids: Int32) -> Arrays:
+def _penalties(sampling: SamplingMetadata, rows: Int32, num_known: Int32, token_ids: Int32) -> Arrays:
     changed = (sampling.repetitions[rows] != 1) | (sampling.frequencies[rows] != 0) | (sampling.presences[rows] != 0)
     if not changed.any():
         return {}
@@ -129,7 +129,7 @@ def _penalties(sampling: RowSampling, rows: Int32, num_known: Int32, token_ids: 
     }
 
 
-def _exceptions(sampling: RowSampling, rows: Int32, indices: Int64, vocab_size: int) -> Arrays:
+def _exceptions(sampling: SamplingMetadata, rows: Int32, indices: Int64, vocab_size: int) -> Arrays:
     """Biases, and the ends of answers that are still too short."""
     too_short = indices < sampling.min_tokens[rows]
     biased, bias, forbidden = [], [], []

@@ -9,9 +9,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from engine.config import Knob, Mode
 from engine.runner import Batch, StepOutput
 
-Mode = Literal["recompute", "swap", "remote"]
 Reason = Literal["configured", "host_full", "no_room", "unmeasured", "cheapest"]
 
 REMOTE_OVERHEAD_S = 0.1
@@ -66,9 +66,7 @@ class Costs:
         self.prompt_token_s = _average(self.prompt_token_s, prompts_s / num_prompt_tokens)
 
 
-def choose(
-    knob: Literal["recompute", "swap", "remote", "auto"], victim: Victim, costs: Costs, *, num_host_free: int, has_room: bool
-) -> Choice:
+def choose(knob: Knob, victim: Victim, costs: Costs, *, num_host_free: int, has_room: bool) -> Choice:
     """`num_host_free`: host blocks; `has_room`: the prefill pool could take the victim's known tokens now."""
     fits_host = victim.num_blocks <= num_host_free
     if knob == "swap":

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from engine.row_sampling import RowSampling
 from engine.runner import Batch
+from engine.sampling_metadata import SamplingMetadata
 from engine.scheduler import loops_sequences as loops
 from engine.scheduler.loops_blocks import BlockIds
 from engine.scheduler.loops_hash import NUM_WORDS, Chain
@@ -61,7 +61,7 @@ class SequenceTable:
         """Root hash, then the hashes of the full blocks of its known tokens below `chained`."""
         self.words = np.zeros(NUM_WORDS, np.uint64)
         """Where blocks are hashed."""
-        self.sampling = RowSampling(num_rows)
+        self.sampling = SamplingMetadata(num_rows)
         self.state = state = State(np.zeros((loops.NUM_LINES, max_num_seqs), np.int32))
         self.row: Int32 = state[loops.ROW]
         self.tokens: Int32 = state[loops.TOKENS]

@@ -34,6 +34,18 @@ def test_while_serving_the_first_signal_asks_and_the_second_interrupts(stop: Sto
     os.kill(os.getpid(), number)  # the clean-up is not interrupted
 
 
+def test_nothing_interrupts_what_is_to_end_anyway(stop: StopRequest) -> None:
+    stop.ignore()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_what_came_before_anybody_listened_is_heard(stop: StopRequest) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    signal.raise_signal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        stop.listen()
+
+
 def test_while_starting_the_first_signal_interrupts(stop: StopRequest) -> None:
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGTERM)

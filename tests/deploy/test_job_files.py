@@ -1,5 +1,7 @@
 """The job files: what they run is a valid configuration, and the limits around it leave room for it and for its drain."""
 
+import json
+import re
 import shlex
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +12,7 @@ import yaml
 
 from cluster.cli import DRAIN_S
 from cluster.config import ClusterConfig, load
+from cluster.ray_address import STOP_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,8 +66,15 @@ def test_the_drain_ends_before_ray_and_the_kubelet_lose_patience(job: dict[str, 
     (drain_s,) = map(float, options(arguments, "--drain-s"))
     stop_wait_s = int(yaml.safe_load(job["runtimeEnvYAML"])["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"])
     assert drain_s == DRAIN_S
-    assert drain_s < stop_wait_s < head["terminationGracePeriodSeconds"]
+    assert drain_s + STOP_S <= stop_wait_s < head["terminationGracePeriodSeconds"]
     assert head["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][-1] == job["jobId"]
+
+
+def test_every_submission_that_people_copy_leaves_time_for_the_drain() -> None:
+    for path in (ROOT / "README.md", ROOT / "deploy" / "ray_job.yaml"):
+        (submission,) = re.findall(r"^[$#] +ray job submit .*", path.read_text(), re.MULTILINE)
+        (runtime_env,) = options(shlex.split(submission.rstrip("\\")), "--runtime-env-json")
+        assert int(json.loads(runtime_env)["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) >= DRAIN_S + STOP_S, path
 
 
 def test_engines_and_their_memory_fit_into_the_pod(job: dict[str, Any], config: ClusterConfig, head: dict[str, Any]) -> None:

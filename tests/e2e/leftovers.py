@@ -3,7 +3,7 @@
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -31,6 +31,26 @@ def descendants(pid: int) -> dict[int, str]:
     return found
 
 
+def keepers(pid: int) -> dict[int, str]:
+    """Live keepers of the supervisor `pid`: nobody's children, so not among its descendants."""
+    return {keeper: command for keeper, (_, command) in processes().items() if "cluster/keeper.py" in command and f" {pid} " in command}
+
+
+def session(leader: int) -> dict[int, str]:
+    """Live processes of the session that `leader` leads or has led, as all of a private Ray's are, and its keepers."""
+    found = keepers(leader)
+    for pid, (_, command) in processes().items():
+        with suppress(ProcessLookupError):
+            if os.getsid(pid) == leader:
+                found[pid] = command
+    return found
+
+
+def files_of(leader: int, prefix: str) -> list[Path]:
+    """What the supervisor `leader` has in /tmp, and what lies in shared memory under `prefix`."""
+    return [*Path("/tmp").glob(f"twopass-{leader}-*"), *Path("/dev/shm").glob(f"{prefix}*")]
+
+
 def orphans() -> set[str]:
     """Shared-memory files whose creator is dead, and private Ray folders whose supervisor is; those of this process count as well."""
     others = {str(pid) for pid in processes() if pid != os.getpid()}
@@ -50,8 +70,9 @@ def _locked(path: Path) -> bool:
 
 @contextmanager
 def none_left() -> Iterator[None]:
-    """Asserts at the end that there is no new process below this one and no new orphan."""
+    """Asserts at the end that there is no new process below this one, no new keeper of it and no new orphan."""
     running, lying = descendants(os.getpid()), orphans()
     yield
     assert {pid: command for pid, command in descendants(os.getpid()).items() if pid not in running} == {}
+    assert keepers(os.getpid()) == {}
     assert orphans() - lying == set()

@@ -71,7 +71,7 @@ def test_every_process_logs_lines_that_machines_read(deployment: Deployment) -> 
 
 def logged(deployment: Deployment) -> Iterator[dict[str, Any]]:
     """Standard error of all workers of the private Ray, which keeps it beside its sockets."""
-    assert deployment._ray is not None and deployment._ray.folder is not None
+    assert deployment._ray.folder is not None
     for path in Path(deployment._ray.folder.path).glob("session_*/logs/worker-*.err"):
         for line in path.read_text().splitlines():
             if line.startswith("{"):

@@ -6,12 +6,15 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from engine.runners.arithmetic_model import expected_tokens
-from tests.e2e.leftovers import descendants, none_left
+from tests.e2e.command import command
+from tests.e2e.leftovers import descendants, none_left, session
 from tests.hang import HANG_S
 from twopass import Client, Unavailable
 
@@ -63,6 +66,12 @@ def test_a_wrong_configuration_ends_in_one_line(args: list[str], message: str) -
     assert error.count("\n") == 1
 
 
+def test_a_ray_that_cannot_be_joined_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
+    error = failure(*SERVE)
+    assert re.search(r"starting Ray\nConfigError: RAY_ADDRESS: http://127.0.0.1:8265 names a dashboard.*\n$", error)
+
+
 def test_no_server_is_said_in_one_line() -> None:
     error = failure("generate", "hello", "--server", "127.0.0.1:9")
     assert error.startswith("Unavailable: ")
@@ -82,25 +91,29 @@ def test_too_little_shared_memory_is_said_and_nothing_is_left() -> None:
     assert re.search(r"CapacityError: /dev/shm: \d+ bytes of shared memory needed for the KV cache, \d+ available", error)
 
 
-def test_sigterm_drains_and_leaves_nothing() -> None:
-    prompt, num_tokens = [1, 2, 3], 1000
-    with none_left():
-        process = twopass(*SERVE, "--set", "router.grpc_port=0")
-        assert process.stderr is not None
-        try:
-            port = next(match[1] for line in process.stderr if (match := re.search(r"serving on 127.0.0.1:(\d+)", line)))
-            with Client(f"127.0.0.1:{port}", timeout_s=HANG_S) as client:
-                stream = client.generate(prompt_token_ids=prompt, max_tokens=num_tokens)
-                got = next(stream).token_ids
-                process.send_signal(signal.SIGTERM)
-                got += [token_id for chunk in stream for token_id in chunk.token_ids]
-            assert got == expected_tokens(prompt, num_tokens)
-            assert "drained, stopping" in process.stderr.read()
-            assert process.wait() == 0
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGINT)
-                process.wait()
+def test_sigterm_to_every_process_drains_and_leaves_nothing() -> None:
+    """A service manager signals the whole cgroup, Ctrl-C and an init the process group: so all that the command has started."""
+    num_requests, num_tokens = 24, 1500
+    with command() as serving, ThreadPoolExecutor(num_requests) as clients:
+        port = serving.await_serving()
+        streaming = threading.Semaphore(0)
+
+        def ask(client: Client, prompt: list[int]) -> list[int]:
+            stream = client.generate(prompt_token_ids=prompt, max_tokens=num_tokens, ignore_eos=True)
+            got = next(stream).token_ids
+            streaming.release()
+            return got + [token_id for chunk in stream for token_id in chunk.token_ids]
+
+        with Client(f"127.0.0.1:{port}", timeout_s=HANG_S) as client:
+            prompts = [[1, 2, number] for number in range(num_requests)]
+            answers = [clients.submit(ask, client, prompt) for prompt in prompts]
+            for _ in prompts:
+                assert streaming.acquire(timeout=HANG_S)
+            for pid in session(serving.process.pid):
+                os.kill(pid, signal.SIGTERM)
+            for prompt, answer in zip(prompts, answers, strict=True):
+                assert answer.result() == expected_tokens(prompt, num_tokens)
+        assert serving.ended() == (0, "drained, stopping")
 
 
 def test_a_router_that_dies_in_the_drain_is_not_replaced() -> None:

@@ -1,8 +1,8 @@
 """`ray job submit` on a Ray that is already there: it loads, serves, drains on `ray job stop`, and leaves the cluster as it found it."""
 
-import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from engine.runners.arithmetic_model import expected_tokens
+from tests.e2e.command import command
 from tests.e2e.leftovers import descendants, none_left, orphans, processes
 from tests.hang import HANG_S
 from twopass import Client
@@ -35,6 +36,8 @@ class Head:
     pid: int
     environment: dict[str, str]
     url: str
+    address: str
+    """Of its GCS."""
 
     def job(self, *args: str) -> str:
         """Output of `ray job <args>`, which must succeed."""
@@ -60,7 +63,7 @@ def free_ports(count: int) -> list[str]:
     return found
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def head() -> Iterator[Head]:
     folder = Path(tempfile.mkdtemp(prefix="ray-job-", dir="/tmp"))  # short: Unix sockets lie below it
     environment = {
@@ -82,7 +85,7 @@ def head() -> Iterator[Head]:
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         ending.callback(end, process)
         next_line(process, "Ray runtime started")
-        yield Head(process.pid, environment, f"http://{HOST}:{ports[1]}")
+        yield Head(process.pid, environment, f"http://{HOST}:{ports[1]}", f"{HOST}:{ports[0]}")
 
 
 def next_line(process: "subprocess.Popen[str]", pattern: str) -> re.Match[str]:
@@ -101,19 +104,26 @@ def end(process: "subprocess.Popen[str]") -> None:
     below = descendants(process.pid)
     process.send_signal(signal.SIGTERM)
     process.communicate()
-    for pid in below.keys() & {pid for pid, (_, command) in processes().items() if below.get(pid) == command}:
+    for pid in below.keys() & {pid for pid, (_, line) in processes().items() if below.get(pid) == line}:
         os.kill(pid, signal.SIGKILL)
+
+
+def submit_options() -> list[str]:
+    """As README has them, for people to copy."""
+    (line,) = re.findall(r"^\$ ray job submit (.*) -- ", (ROOT / "README.md").read_text(), re.MULTILINE)
+    return shlex.split(line)
 
 
 def test_a_job_serves_drains_and_leaves_nothing(head: Head) -> None:
     lying = orphans()
-    runtime_env = json.dumps({"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"}})
-    sets = ("runner=arithmetic", "router.grpc_port=0", "router.metrics_port=0", "prefill.num_blocks=256", "decode.num_blocks=256")
+    sets = ["runner=arithmetic", "router.grpc_port=0", "router.metrics_port=0", "prefill.num_blocks=256"]
+    sets += ["decode.num_blocks=1024", "decode.max_model_len=16000"]
     serve = ("python", "-m", "cluster", "serve", *(word for key in sets for word in ("--set", key)))
-    head.job("submit", "--no-wait", "--submission-id", "twopass", "--working-dir", ".", "--runtime-env-json", runtime_env, "--", *serve)
+    head.job("submit", "--no-wait", "--submission-id", "twopass", *submit_options(), "--", *serve)
     log = head.follow("twopass")
-    port = next_line(log, r"serving on 127\.0\.0\.1:(\d+)")[1]
-    prompt, num_tokens = [1, 2, 3], 2000
+    port = next_line(log, r"serving on 127\.0\.0\.1:(\d+)|warning: `ray job stop`")[1]
+    assert port is not None, "it would be killed in its drain"
+    prompt, num_tokens = [1, 2, 3], 12_000  # for longer than the 3 s after which Ray kills unless it is told otherwise
     with Client(f"127.0.0.1:{port}", timeout_s=HANG_S) as client:
         stream = client.generate(prompt_token_ids=prompt, max_tokens=num_tokens)
         got = next(stream).token_ids
@@ -126,3 +136,16 @@ def test_a_job_serves_drains_and_leaves_nothing(head: Head) -> None:
     assert "STOPPED" in head.job("status", "twopass").upper()
     assert orphans() == lying
     assert not [command for command in descendants(head.pid).values() if re.search("PrefillActor|DecodeActor|RouterActor", command)]
+
+
+def test_a_given_ray_that_dies_ends_the_command(head: Head) -> None:
+    with command(**head.environment, RAY_ADDRESS=head.address) as serving:
+        serving.await_serving()
+        (gcs,) = [pid for pid, line in descendants(head.pid).items() if "/gcs_server" in line]
+        os.kill(gcs, signal.SIGKILL)
+        assert serving.process.wait(HANG_S) == 2
+        for pid, line in descendants(head.pid).items():  # as the Ray that is gone would have done
+            if re.search("PrefillActor|DecodeActor|RouterActor", line):
+                os.kill(pid, signal.SIGKILL)
+        _, said = serving.ended()
+    assert said.startswith(f"ClusterLost: the GCS at {head.address} has not answered for 5 s: ")

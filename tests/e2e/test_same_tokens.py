@@ -19,6 +19,7 @@ import engine.models.llama as llama
 from cluster.config import from_tree
 from engine.runners.arithmetic_model import expected_tokens
 from protocol.messages import SamplingParams
+from router.policy import POLICIES
 from tests.engine.tiny_llama import TINY, write_model_dir
 from tests.local_deployment import LocalDeployment, asked
 
@@ -87,7 +88,7 @@ def test_a_prompt_of_8000_tokens_is_answered_alike_split_and_colocated(tmp_path:
 
 
 @pytest.mark.parametrize("pools", POOLS)
-@pytest.mark.parametrize("policy", ["round_robin", "least_loaded", "prefix_aware"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_sixteen_mixed_requests_in_every_pool_under_every_policy(pools: str, policy: str) -> None:
     num_prefill, num_decode = POOLS[pools]
     pool = {"max_model_len": 512, "max_num_batched_tokens": 48, "max_num_seqs": 4, "num_blocks": 40}

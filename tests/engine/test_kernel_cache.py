@@ -6,6 +6,7 @@ import os
 import pwd
 import re
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -65,6 +66,29 @@ def test_loops_are_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         loop(numbers)
         assert sum(loop.stats.cache_hits.values()) == hits
     assert numbers.tolist() == [0, 2, 4]
+
+
+LOOP = """
+from engine.kernel_cache import compiled_loop
+
+
+@compiled_loop((__file__,))
+def count(numbers):
+    for i in range(len(numbers)):
+        numbers[i] += i
+"""
+
+
+def test_a_file_that_moves_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its code names the module that it came from: another checkout, where the file is still in its old place, cannot load that."""
+    monkeypatch.setenv("TWOPASS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(tmp_path)
+    for room in ("old_room", "new_room"):
+        (tmp_path / room).mkdir()
+        (tmp_path / room / "moved.py").write_text(LOOP)
+        loop, numbers = import_module(f"{room}.moved").count, np.zeros(3, np.int32)
+        loop(numbers)
+        assert (hits(loop), numbers.tolist()) == (0, [0, 1, 2])
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.row_sampling import RowSampling
 from engine.sampling import SUM_WIDTH, Contexts, choose, greedy, pick, uniforms
+from engine.sampling_metadata import SamplingMetadata
 from protocol.messages import SamplingParams
 
 EOS = 2
@@ -71,10 +71,12 @@ def reference(logits: list[float], prompt: list[int], answer: list[int], index: 
     return chosen, gap
 
 
-def make(params: list[SamplingParams], prompts: list[list[int]], answers: list[list[int]], base: int = 0) -> tuple[RowSampling, Contexts]:
+def make(
+    params: list[SamplingParams], prompts: list[list[int]], answers: list[list[int]], base: int = 0
+) -> tuple[SamplingMetadata, Contexts]:
     """Rows in reverse order; the last known token is only in `last`. `base`: tokens of the answer delivered by attempts before."""
     num_rows = len(params) + 1
-    sampling = RowSampling(num_rows)
+    sampling = SamplingMetadata(num_rows)
     known = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
     token_ids = np.full((num_rows, max(map(len, known)) + 1), -1, np.int32)
     rows = list(range(num_rows - 1, 0, -1))

@@ -20,29 +20,20 @@ leased                   | abort router_gone                    | revoking
 running                  | drain_deadline                       | gone revoking
 leased                   | drain_deadline                       | revoking
 waiting                  | drain_deadline                       | gone
-running                  | renew                                | same
-revoking                 | chunk last_chunk                     | same
 revoking                 | abort                                | same
 running leased revoking  | peer_lost                            | gone
-waiting                  | peer_lost                            | gone
 leased revoking          | consumed                             | gone
 running leased           | refused                              | gone
 revoking                 | refused                              | gone
-leased                   | renew                                | same
-revoking                 | renew                                | same
 leased                   | lease_timer                          | gone
 revoking                 | revoke_timer                         | gone
 running                  | step_failed                          | gone revoking
-revoking                 | step_failed                          | same
-gone                     | abort peer_lost renew consumed refused chunk last_chunk step_failed | same
 """
 
 DECODE_ROWS = """
-gone                     | handoff                              | early gone
+gone                     | handoff                              | early
 gone                     | request                              | waiting
-gone                     | revoke                               | same
 early                    | handoff                              | same
-gone                     | abort                                | same
 early                    | request                              | waiting
 early                    | early_timer                          | gone
 early                    | revoke router_gone                   | gone
@@ -61,17 +52,13 @@ reserved                 | abort router_gone revoke             | gone draining
 waiting                  | deadline                             | gone
 reserved                 | deadline                             | gone draining
 draining                 | pull_ended                           | gone
-draining                 | request handoff bad_handoff abort router_gone drain_deadline revoke | same
-running                  | step                                 | same
 running                  | finished                             | gone
 running                  | returned                             | gone
 early waiting running    | drain_deadline                       | gone
 reserved                 | drain_deadline                       | gone draining
 running                  | abort router_gone deadline           | gone
-running                  | revoke                               | same
 running                  | step_failed                          | gone
 reserved                 | step_failed                          | gone draining
-draining                 | step_failed                          | same
 """
 
 

@@ -20,6 +20,7 @@ from router.config import RouterConfig
         ("router_timeout_s", 0.5),
         ("tick_interval_s", float("nan")),
         ("queue_ttl_s", 0.0),
+        ("policy", "fastest"),
     ],
 )
 def test_bad_values_are_refused_by_name(knob: str, value: Any) -> None:

@@ -9,7 +9,7 @@ import pytest
 from protocol.errors import ProtocolError
 from protocol.messages import Address, End, SamplingParams, StepTokens
 from router.lockstep import Lockstep
-from router.request import Delivered, Open
+from router.request import ActiveRequest, Delivered
 from tests.router.test_router import D, P, World
 
 
@@ -152,7 +152,7 @@ def played(seed: int) -> tuple[list[Any], dict[str, float], Any]:
     draw, world = random.Random(seed), World(max_queue=64)
     said: list[Any] = []
 
-    def active() -> list[Open]:
+    def active() -> list[ActiveRequest]:
         return sorted(world.router.active(), key=lambda entry: entry.slot)
 
     for number in range(300):

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from protocol.messages import Address, Hello, ReplicaStatus
-from router.policy import POLICIES, STALE_STATUS_S, Ask, Pick, Replica, least_loaded, pick, prefix_aware, round_robin
+from router.policy import POLICIES, STALE_STATUS_S, PlacementRequest, Replica, Route, least_loaded, pick, prefix_aware, round_robin
 
 NOW = 100.0
 CHAIN = [bytes([i]) * 16 for i in range(4)]
@@ -41,8 +41,8 @@ def replica(
     return made
 
 
-def ask(num_tokens: int = 17, max_tokens: int = 8, hashes: list[bytes] = CHAIN, *, num_delivered: int = 0) -> Ask:
-    return Ask(num_tokens, num_delivered, max_tokens, hashes, NOW)
+def ask(num_tokens: int = 17, max_tokens: int = 8, hashes: list[bytes] = CHAIN, *, num_delivered: int = 0) -> PlacementRequest:
+    return PlacementRequest(num_tokens, num_delivered, max_tokens, hashes, NOW)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_at_least_one_token_is_always_computed() -> None:
 
 def choose(
     prefill: list[Replica], decode: list[Replica], *, disaggregation: Any = "auto", minimum: int = 0, tokens: int = 17
-) -> Pick | None:
+) -> Route | None:
     return pick(least_loaded, prefill, decode, ask(tokens), disaggregation=disaggregation, min_disaggregated_tokens=minimum)
 
 
@@ -113,29 +113,33 @@ P, D = Address("p", 1), Address("d", 1)
 @pytest.mark.parametrize(
     ("prefill", "decode", "options", "chosen"),
     [
-        ([replica("p", "prefill")], [replica("d")], {}, Pick(P, D)),
-        ([], [replica("d")], {}, Pick(None, D)),
-        ([replica("p", "prefill", state="suspected")], [replica("d")], {}, Pick(None, D)),
+        ([replica("p", "prefill")], [replica("d")], {}, Route(P, D)),
+        ([], [replica("d")], {}, Route(None, D)),
+        ([replica("p", "prefill", state="suspected")], [replica("d")], {}, Route(None, D)),
         ([replica("p", "prefill", state="draining")], [replica("d")], {"disaggregation": "strict"}, None),
-        ([replica("p", "prefill")], [replica("d")], {"disaggregation": "off"}, Pick(None, D)),
+        ([replica("p", "prefill")], [replica("d")], {"disaggregation": "off"}, Route(None, D)),
         # Full pools: the request waits in the router rather than fall back.
         ([replica("p", "prefill", in_flight=10)], [replica("d")], {}, None),
         ([replica("p", "prefill")], [replica("d", in_flight=10)], {}, None),
         ([replica("p", "prefill")], [replica("d", state="suspected")], {}, None),
         # A prompt that no prefill engine can hold is computed by decode.
-        ([replica("p", "prefill", num_blocks=3)], [replica("d")], {}, Pick(None, D)),
-        ([replica("p", "prefill", max_model_len=17)], [replica("d")], {}, Pick(None, D)),
-        ([replica("p", "prefill", max_model_len=18)], [replica("d")], {}, Pick(P, D)),
+        ([replica("p", "prefill", num_blocks=3)], [replica("d")], {}, Route(None, D)),
+        ([replica("p", "prefill", max_model_len=17)], [replica("d")], {}, Route(None, D)),
+        ([replica("p", "prefill", max_model_len=18)], [replica("d")], {}, Route(P, D)),
         ([replica("p", "prefill", num_blocks=3)], [replica("d")], {"disaggregation": "strict"}, None),
         # Conditional disaggregation looks at what decode lacks.
-        ([replica("p", "prefill")], [replica("d")], {"minimum": 18}, Pick(None, D)),
-        ([replica("p", "prefill")], [replica("d")], {"minimum": 17}, Pick(P, D)),
-        ([replica("p", "prefill")], [replica("d", hashes=set(CHAIN))], {"minimum": 17}, Pick(None, D)),
+        ([replica("p", "prefill")], [replica("d")], {"minimum": 18}, Route(None, D)),
+        ([replica("p", "prefill")], [replica("d")], {"minimum": 17}, Route(P, D)),
+        ([replica("p", "prefill")], [replica("d", hashes=set(CHAIN))], {"minimum": 17}, Route(None, D)),
     ],
 )
-def test_pick(prefill: list[Replica], decode: list[Replica], options: dict[str, Any], chosen: Pick | None) -> None:
+def test_pick(prefill: list[Replica], decode: list[Replica], options: dict[str, Any], chosen: Route | None) -> None:
     assert choose(prefill, decode, **options) == chosen
 
 
-def test_every_policy_is_reachable_by_name() -> None:
-    assert set(POLICIES) == {"round_robin", "least_loaded", "prefix_aware"}
+def test_a_policy_that_looks_at_hashes_says_so() -> None:
+    """Its choice changes with the hashes; of all others it does not."""
+    pool = [replica("a", free=50, num_blocks=101), replica("b", free=49, num_blocks=101, hashes=set(CHAIN))]
+    for policy in POLICIES.values():
+        chosen = {policy.choose(pool, ask(hashes=hashes)).address for hashes in (CHAIN, [])}
+        assert (len(chosen) == 2) == policy.wants_hashes

@@ -397,6 +397,7 @@ def test_drain_ends_what_is_open_at_the_deadline() -> None:
     world.clock.advance_to(5.0)
     world.router.tick()
     assert world.router.drained and isinstance(world.ended().error, Draining)
+    assert world.router.num_cut_short == 1
 
 
 def test_without_an_engine_requests_are_refused_and_without_prefill_decode_serves_alone() -> None:

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, Mode
 from engine.runners.arithmetic_model import expected_tokens
 from engine.scheduler.admission import seat_arrived
-from engine.scheduler.preemption import Mode
 from engine.scheduler.state import SchedulerState
 from kv_transfer.transports.local import LocalPull
 from protocol.errors import RequestCancelled, RequestFailed
@@ -74,7 +73,7 @@ def scenario(
 def play(simulation: Simulation, seen: Callable[[Simulation], bool]) -> int:
     """Runs it to its end; returns after how many events `seen` held."""
     count = 0
-    while simulation.shell.open or not simulation.engines.quiet:
+    while simulation.driver.open or not simulation.engines.quiet:
         simulation.step()
         count += seen(simulation)
     simulation.run()  # the checks at the end
@@ -176,7 +175,7 @@ def test_a_full_table_of_early_handoffs_costs_time_alone(monkeypatch: pytest.Mon
     def send(self: Wire, envelope: Envelope) -> None:
         message = envelope.message
         late = isinstance(message, GenerateRequest) and message.role == "decode" and message.key.attempt == 1
-        self._heap.at(0.1 if late else 0.001, partial(self._arrive, envelope))
+        self._queue.at(0.1 if late else 0.001, partial(self._arrive, envelope))
 
     monkeypatch.setattr(Wire, "send", send)
     planned = scenario(clients(6, num_prompt=8, num_tokens=10), prefill_blocks=80, decode_blocks=80, max_num_seqs=16)

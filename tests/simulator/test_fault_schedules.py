@@ -40,7 +40,7 @@ def test_the_same_seed_is_the_same_run() -> None:
     for _ in range(2):
         simulation = of_seed(77, logged=True)
         simulation.run()
-        runs.append((simulation.num_events, simulation.heap.clock.now, simulation.log))
+        runs.append((simulation.num_events, simulation.queue.clock.now, simulation.log))
     assert runs[0] == runs[1]
     assert len(runs[0][2]) > 100
 

@@ -21,8 +21,8 @@ from protocol.messages import Address, EndKind, Envelope, FinishReason, KVReleas
 from protocol.router_link import ROUTER_SILENT, RouterLink
 from router import policy
 from router.admission import ClientRequest, Limits
-from router.policy import Pick
-from router.request import Delivered, Open
+from router.policy import Route
+from router.request import ActiveRequest, Delivered
 from router.router import Router
 from simulator.seeds import run_seeds
 from simulator.violation import Violation
@@ -44,7 +44,9 @@ def release_ignored(patch: pytest.MonkeyPatch) -> None:
 
 
 def router_does_not_deduplicate(patch: pytest.MonkeyPatch) -> None:
-    def deliver(self: Router, entry: Open, sender: Address, offset: int, token_ids: list[int], now: float, delivered: Delivered) -> None:
+    def deliver(
+        self: Router, entry: ActiveRequest, sender: Address, offset: int, token_ids: list[int], now: float, delivered: Delivered
+    ) -> None:
         original(self, entry, sender, offset, token_ids[:0], now, delivered)
         entry.delivered.extend(token_ids)
         delivered.request_ids.append(entry.request.request_id)
@@ -101,7 +103,7 @@ def offer_to_a_replica_that_was_replaced(patch: pytest.MonkeyPatch) -> None:
 def counter_not_decremented_on_reject(patch: pytest.MonkeyPatch) -> None:
     original = Router._failed
 
-    def failed(self: Router, entry: Open, error: str) -> None:
+    def failed(self: Router, entry: ActiveRequest, error: str) -> None:
         entry.prefill = None
         original(self, entry, error)
 
@@ -121,7 +123,7 @@ def deadline_only_checked_when_busy(patch: pytest.MonkeyPatch) -> None:
 def retry_after_the_terminal_event(patch: pytest.MonkeyPatch) -> None:
     original = Router._close
 
-    def close(self: Router, entry: Open, finish_reason: FinishReason | None, error: RequestError | None) -> None:
+    def close(self: Router, entry: ActiveRequest, finish_reason: FinishReason | None, error: RequestError | None) -> None:
         key = entry.key
         original(self, entry, finish_reason, error)
         if isinstance(error, RequestCancelled) and key is not None:
@@ -203,7 +205,7 @@ def what_can_never_fit_is_accepted(patch: pytest.MonkeyPatch) -> None:
 
 
 def retry_counted_as_accepted(patch: pytest.MonkeyPatch) -> None:
-    def requeue(self: Router, entry: Open, *, front: bool) -> None:
+    def requeue(self: Router, entry: ActiveRequest, *, front: bool) -> None:
         self.counters["accepted"] += 1
         original(self, entry, front=front)
 
@@ -212,10 +214,10 @@ def retry_counted_as_accepted(patch: pytest.MonkeyPatch) -> None:
 
 
 def seconds_booked_twice(patch: pytest.MonkeyPatch) -> None:
-    def spent(self: Open, stage: str, now: float) -> None:
+    def spent(self: ActiveRequest, stage: str, now: float) -> None:
         self.stages[stage] = self.stages.get(stage, 0.0) + now - self.since
 
-    patch.setattr(Open, "spent", spent)
+    patch.setattr(ActiveRequest, "spent", spent)
 
 
 def failed_steps_counted(patch: pytest.MonkeyPatch) -> None:
@@ -236,7 +238,7 @@ def failed_steps_counted(patch: pytest.MonkeyPatch) -> None:
 
 
 def strict_falls_back(patch: pytest.MonkeyPatch) -> None:
-    def pick(*args: Any, disaggregation: str, min_disaggregated_tokens: int) -> Pick | None:
+    def pick(*args: Any, disaggregation: str, min_disaggregated_tokens: int) -> Route | None:
         mode: Any = "auto" if disaggregation == "strict" else disaggregation
         return policy.pick(*args, disaggregation=mode, min_disaggregated_tokens=min_disaggregated_tokens)
 
@@ -244,7 +246,7 @@ def strict_falls_back(patch: pytest.MonkeyPatch) -> None:
 
 
 def everything_counts_as_disaggregated(patch: pytest.MonkeyPatch) -> None:
-    def close(self: Router, entry: Open, finish_reason: FinishReason | None, error: RequestError | None) -> None:
+    def close(self: Router, entry: ActiveRequest, finish_reason: FinishReason | None, error: RequestError | None) -> None:
         entry.split = True
         original(self, entry, finish_reason, error)
 

@@ -1,7 +1,7 @@
 """A ring of buffers in shared memory between two processes: one orders bytes, the other fills buffers with them.
 
-    0        the ordering side's counter and bell
-    64       the filling side's counter and bell
+    0        the ordering side's counter and doorbell
+    64       the filling side's counter and doorbell
     4096     orders [num_buffers]: number of pieces, length of an error, the error's text, pieces int64 [MAX_PIECES, 2]
     ...      buffers [num_buffers, buffer_bytes], each from a page on
 
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_transfer.lease import barrier
-from kv_transfer.transports.staging.bell import Bell
+from kv_transfer.transports.staging.doorbell import Doorbell
 from protocol.arrays import Int64, UInt64
 
 MAX_PIECES = 1024
@@ -39,7 +39,7 @@ class Channel:
         self._memory = memory
         self._num_ordered = memory[0:8].view(np.uint64)
         self._num_filled = memory[64:72].view(np.uint64)
-        self.orders, self.fills = Bell(memory[8:12].view(np.uint32)), Bell(memory[72:76].view(np.uint32))
+        self.orders, self.fills = Doorbell(memory[8:12].view(np.uint32)), Doorbell(memory[72:76].view(np.uint32))
         """Rung at each order, at each filled buffer."""
         self._first_buffer = _PAGE + _pages(num_buffers * _ORDER_BYTES)
 

@@ -9,7 +9,7 @@ from kv_transfer.transports.staging.channel import Channel
 from protocol.errors import PullFailed
 
 IDLE_S = 0.25
-"""Between two looks whether the server was closed; orders ring a bell and do not wait for this."""
+"""Between two looks whether the server was closed; orders ring a doorbell and do not wait for this."""
 
 
 class StagingServer:
@@ -18,26 +18,26 @@ class StagingServer:
     def __init__(self, device: Device, pool: DevicePool, channels: list[Channel]) -> None:
         """Raises PullFailed where the GPU grants no stream."""
         self._closed = threading.Event()
-        self._clerks = [_Clerk(device, pool, channel) for channel in channels]
-        self._threads = [threading.Thread(target=self._serve, args=(clerk,), name="staging", daemon=True) for clerk in self._clerks]
+        self._servers = [_ChannelServer(device, pool, channel) for channel in channels]
+        self._threads = [threading.Thread(target=self._serve, args=(server,), name="staging", daemon=True) for server in self._servers]
         for thread in self._threads:
             thread.start()
 
     def close(self) -> None:
         """Ends the threads. What was ordered and not filled never will be."""
         self._closed.set()
-        for thread, clerk in zip(self._threads, self._clerks, strict=True):
+        for thread, server in zip(self._threads, self._servers, strict=True):
             thread.join()
-            clerk.close()
+            server.close()
 
-    def _serve(self, clerk: "_Clerk") -> None:
+    def _serve(self, server: "_ChannelServer") -> None:
         while not self._closed.is_set():
-            seen = clerk.channel.orders.value
-            if not clerk.advance():
-                clerk.channel.orders.wait(seen, POLL_S if clerk.busy else IDLE_S)
+            seen = server.channel.orders.value
+            if not server.advance():
+                server.channel.orders.wait(seen, POLL_S if server.busy else IDLE_S)
 
 
-class _Clerk:
+class _ChannelServer:
     """One channel's orders in their order: started as they come, answered as their copies end."""
 
     def __init__(self, device: Device, pool: DevicePool, channel: Channel) -> None:

@@ -20,7 +20,7 @@ from engine.runner import Batch, Runner, StepOutput
 from engine.runners import cuda, cuda_sampling, torch_cpu
 from engine.runners.cpu_ops import TorchOps
 from engine.runners.cuda import CUDARunner, DeviceLost, LaunchedStep
-from engine.runners.cuda_copies import Mark, upload
+from engine.runners.cuda_copies import DeviceEvent, upload
 from engine.runners.cuda_memory import kv_blocks, largest_batch
 from engine.runners.step_plan import plan_step
 from engine.runners.torch_cpu import TorchCPURunner
@@ -311,7 +311,7 @@ def test_an_error_of_the_device_ends_more_than_a_step(monkeypatch: pytest.Monkey
         raise torch.AcceleratorError("an illegal memory access was encountered")
 
     runner, batch = by_kernels(model_of()), make_batch([[1]], [0], [1], [[4]])
-    owner, name = {"launch": (cuda, "upload"), "wait": (Mark, "wait")}[where]
+    owner, name = {"launch": (cuda, "upload"), "wait": (DeviceEvent, "wait")}[where]
     monkeypatch.setattr(owner, name, fail)
     with pytest.raises(DeviceLost, match="illegal memory access"):
         runner.execute(batch)

@@ -10,7 +10,7 @@ import torch
 
 from engine import sampling as on_cpu
 from engine.kernels import sampling
-from engine.row_sampling import RowSampling
+from engine.sampling_metadata import SamplingMetadata
 from protocol.arrays import Float32
 from protocol.messages import SamplingParams
 
@@ -49,7 +49,7 @@ def rng() -> np.random.Generator:
 def choose_both(scores: Float32, choices: Sequence[SamplingParams], seeds: Sequence[int], index: int) -> tuple[list[int], list[int]]:
     """What the kernels and the CPU choose for every row of `scores` at `index` of its answer."""
     count = len(choices)
-    table = RowSampling(count)
+    table = SamplingMetadata(count)
     for row, (params, seed) in enumerate(zip(choices, seeds, strict=True)):
         table.put(row, replace(params, seed=seed), base=index, eos_token_ids=())
     nobody = np.zeros(count, np.int32)
@@ -136,7 +136,7 @@ def test_penalties_are_those_of_the_cpu(rng: np.random.Generator) -> None:
     token_ids = rng.integers(0, 300, (count + 1, longest)).astype(np.int32)
     last = rng.integers(0, VOCAB, count).astype(np.int32)
     token_ids[rows, num_known - 1] = -1  # not here yet
-    table = RowSampling(count + 1)
+    table = SamplingMetadata(count + 1)
     for s, row in enumerate(rows.tolist()):
         table.put(row, choices[s], base=-int(prompt[s]), eos_token_ids=())
     scores = rng.standard_normal((count, VOCAB)).astype(np.float32)

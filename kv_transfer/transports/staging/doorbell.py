@@ -24,7 +24,7 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-class Bell:
+class Doorbell:
     """One word, uint32 [1]. One side rings; the other reads `value`, looks for work, and waits if there was none."""
 
     def __init__(self, word: npt.NDArray[np.uint32]) -> None:
@@ -47,7 +47,7 @@ class Bell:
         self._libc.syscall(self._call, self._address, ctypes.c_int(_WAKE), ctypes.c_int(_ALL), None, None, 0)
 
     def wait(self, seen: int, timeout_s: float) -> None:
-        """Until the bell was rung since its value was `seen`, for `timeout_s` at most, or sooner for no reason."""
+        """Until the doorbell was rung since its value was `seen`, for `timeout_s` at most, or sooner for no reason."""
         timeout = _Timespec(int(timeout_s), int(timeout_s % 1 * 1e9))
         expected = ctypes.c_uint32(seen)
         if self._libc.syscall(self._call, self._address, ctypes.c_int(_WAIT), expected, ctypes.byref(timeout), None, 0):

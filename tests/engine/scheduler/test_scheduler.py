@@ -9,8 +9,8 @@ from engine.runner import StepOutput
 from engine.scheduler.outcome import Reserved
 from protocol.clock import VirtualClock
 from protocol.errors import InvalidRequest, ProtocolError
-from tests.engine.chain_model import answer_of
-from tests.engine.scheduler_driver import Driver, key_of
+from tests.engine.scheduler.chain_model import answer_of
+from tests.engine.scheduler.scheduler_driver import Driver, key_of
 
 # ---- what is refused
 

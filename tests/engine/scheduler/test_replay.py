@@ -5,7 +5,7 @@ from pathlib import Path
 
 from engine.scheduler.replay import pretty, replay
 
-TRACES = Path(__file__).parent.parent / "data" / "scheduler"
+TRACES = Path(__file__).parents[2] / "data" / "scheduler"
 
 
 def test_people_see_what_is_left_and_who_had_to_go() -> None:

@@ -10,7 +10,7 @@ from protocol.clock import VirtualClock
 Action = Callable[[], None]
 
 
-class Heap:
+class EventQueue:
     """Actions in the order of their times; of equal times the one that was planned first goes first."""
 
     def __init__(self, seed: int, *, logged: bool = False) -> None:

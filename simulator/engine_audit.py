@@ -19,11 +19,11 @@ _DECODE_COUNTERS = (*_COUNTERS, "pulls")
 
 
 class WatchedLeases(LeaseTable):
-    """Tells the book of every word that is written or cleared."""
+    """Tells the audit of every word that is written or cleared."""
 
-    def __init__(self, words: Words, epoch: int, book: "EngineBook") -> None:
+    def __init__(self, words: Words, epoch: int, audit: "EngineAudit") -> None:
         super().__init__(words, epoch)
-        self._book = book
+        self._book = audit
 
     def write(self, slot: int, lease_id: int) -> None:
         super().write(slot, lease_id)
@@ -34,7 +34,7 @@ class WatchedLeases(LeaseTable):
         super().clear(slot)
 
 
-class EngineBook:
+class EngineAudit:
     """Every method raises Violation."""
 
     def __init__(self, seed: int, clock: VirtualClock, replica: Replica, refusals: Refusals) -> None:

@@ -9,7 +9,7 @@ GREEDY_BELOW = 1e-5
 """Temperatures below it choose the likeliest token: dividing by them would overflow."""
 
 
-class RowSampling:
+class SamplingMetadata:
     """Arrays [num_rows], written when a sequence takes its row and left as they are until the next one does."""
 
     def __init__(self, num_rows: int) -> None:

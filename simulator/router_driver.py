@@ -9,8 +9,8 @@ from protocol.messages import ROUTER_ID, Address, Envelope
 from router.buffer import Buffer
 from router.request import Delivered, Ended
 from router.router import Router
-from simulator.heap import Action, Heap
-from simulator.ledger import Ledger
+from simulator.audit import Audit
+from simulator.event_queue import Action, EventQueue
 from simulator.scenario import Client, Scenario
 from simulator.violation import Violation
 from simulator.wire import Wire, text
@@ -18,11 +18,11 @@ from simulator.wire import Wire, text
 TICK_S = 0.1
 
 
-class RouterShell:
+class RouterDriver:
     """Owns the router's core, as `router/actor.py` and the front doors do. `engines()`: addresses of those that live."""
 
-    def __init__(self, heap: Heap, scenario: Scenario, wire: Wire, epochs: Iterator[int], ledger: Ledger | None) -> None:
-        self._heap, self._scenario, self._wire, self._epochs, self._ledger = heap, scenario, wire, epochs, ledger
+    def __init__(self, queue: EventQueue, scenario: Scenario, wire: Wire, epochs: Iterator[int], audit: Audit | None) -> None:
+        self._queue, self._scenario, self._wire, self._epochs, self._audit = queue, scenario, wire, epochs, audit
         self.clients = {client.request.request_id: client for client in scenario.clients}
         self.open = set(self.clients)
         """Clients whose end is still to come."""
@@ -43,13 +43,13 @@ class RouterShell:
     def start(self, engines: Iterable[Address]) -> None:
         """A router with an empty table and a new epoch; the supervisor tells it which engines live."""
         address = Address(ROUTER_ID, next(self._epochs))
-        self.router = Router(self._scenario.router, address=address, clock=self._heap.clock, seed=self._scenario.seed)
-        self._incoming, self._outgoing = Incoming(address, self._heap.clock), Outgoing(address)
+        self.router = Router(self._scenario.router, address=address, clock=self._queue.clock, seed=self._scenario.seed)
+        self._incoming, self._outgoing = Incoming(address, self._queue.clock), Outgoing(address)
         self.alive, self._resumes_at = True, 0.0
         self._wire.inlets[ROUTER_ID] = self._arrived
-        if self._ledger is not None:
-            self._ledger.router_starts(self.router)
-        self._heap.note(f"start router epoch {address.epoch}")
+        if self._audit is not None:
+            self._audit.router_starts(self.router)
+        self._queue.note(f"start router epoch {address.epoch}")
         for engine in engines:
             self.router.replica_started(engine)
         self.flush()
@@ -57,18 +57,18 @@ class RouterShell:
 
     def dies(self) -> bool:
         """Drawn at every look of the supervisor."""
-        if self._kills_left and self.alive and self._heap.clock.now > 0.5 and self._heap.chance(0.008):
+        if self._kills_left and self.alive and self._queue.clock.now > 0.5 and self._queue.chance(0.008):
             self._kills_left -= 1
             return True
         return False
 
     def kill(self) -> None:
-        self._heap.note("kill router")
+        self._queue.note("kill router")
         self.alive = False
         del self._wire.inlets[ROUTER_ID]
         self._wire.cut_off(self._outgoing)
-        if self._ledger is not None:
-            self._ledger.router_dies()
+        if self._audit is not None:
+            self._audit.router_dies()
         for name in self.open & self._submitted:
             self.clients[name].lost = True
             self.open.discard(name)
@@ -78,18 +78,18 @@ class RouterShell:
 
         Whether it then reads its messages first or looks at its timers first is drawn too.
         """
-        if self._pauses_left and self.alive and self._heap.clock.now > 0.5 and self._heap.chance(0.01):
+        if self._pauses_left and self.alive and self._queue.clock.now > 0.5 and self._queue.chance(0.01):
             self._pauses_left -= 1
-            seconds = self._heap.random.uniform(5.0, 15.0)
-            self._resumes_at = self._heap.clock.now + seconds
-            self._ticks_late_s = self._heap.random.choice([0.0, TICK_S])
-            self._heap.note(f"the router pauses for {seconds:.1f} s")
+            seconds = self._queue.random.uniform(5.0, 15.0)
+            self._resumes_at = self._queue.clock.now + seconds
+            self._ticks_late_s = self._queue.random.choice([0.0, TICK_S])
+            self._queue.note(f"the router pauses for {seconds:.1f} s")
 
     def _put_off(self, action: Action, late_s: float = 0.0) -> bool:
         """Plans it for the end of the pause, if there is one, or `late_s` after it. What was put off first happens first."""
-        if self._heap.clock.now >= self._resumes_at:
+        if self._queue.clock.now >= self._resumes_at:
             return False
-        self._heap.at(self._resumes_at - self._heap.clock.now + late_s, action)
+        self._queue.at(self._resumes_at - self._queue.clock.now + late_s, action)
         return True
 
     # ---- clients
@@ -107,10 +107,10 @@ class RouterShell:
         except RequestError as error:
             self._refused(client, error)
         else:
-            if self._ledger is not None:
-                self._ledger.router.accepted(client)
+            if self._audit is not None:
+                self._audit.router.accepted(client)
             if client.cancel_after_s is not None:
-                self._heap.at(client.cancel_after_s, partial(self.cancel, client, "cancel"))
+                self._queue.at(client.cancel_after_s, partial(self.cancel, client, "cancel"))
         self.flush()
 
     def cancel(self, client: Client, why: str) -> None:
@@ -119,22 +119,22 @@ class RouterShell:
         name = client.request.request_id
         if client.closed or not self.alive:
             return
-        self._heap.num_faults += 1
-        self._heap.note(f"{why} {name} after {len(client.received)} tokens")
+        self._queue.num_faults += 1
+        self._queue.note(f"{why} {name} after {len(client.received)} tokens")
         self.router.cancel(name)
         self.flush()
 
     def _refused(self, client: Client, error: RequestError) -> None:
         client.refused = error
         self.open.discard(client.request.request_id)
-        self._heap.note(f"refused {client.request.request_id}: {error}")
-        if self._ledger is not None:
-            self._ledger.router.refused(client, error)
+        self._queue.note(f"refused {client.request.request_id}: {error}")
+        if self._audit is not None:
+            self._audit.router.refused(client, error)
 
     def _took(self, event: Delivered) -> None:
         """What the front door does with tokens: they wait for a client that does not take them at once."""
         self._check_open(event, event.request_ids)
-        clients, now = self.clients, self._heap.clock.now
+        clients, now = self.clients, self._queue.clock.now
         if not event.counts:  # nearly every step: where a run without invariants spends most of its time outside the real code
             for name, token_id in zip(event.request_ids, event.token_ids, strict=True):
                 client = clients[name]
@@ -150,7 +150,7 @@ class RouterShell:
         if self._buffers:
             for name in filter(self._buffers.__contains__, event.request_ids):
                 self._keep(clients[name], self._buffers[name])
-        if self._ledger is not None:
+        if self._audit is not None:
             self.heard.update(event.request_ids)
 
     def _keep(self, client: Client, buffer: Buffer) -> None:
@@ -158,25 +158,25 @@ class RouterShell:
         name, num_before = client.request.request_id, len(buffer)
         overflows = buffer.push(client.received[(client.stops_after or 0) + num_before :])
         if len(buffer) and not num_before:
-            self._heap.at(self._scenario.router.write_timeout_s, partial(self.cancel, client, "write timeout of"))
+            self._queue.at(self._scenario.router.write_timeout_s, partial(self.cancel, client, "write timeout of"))
         if overflows:
-            self._heap.num_faults += 1
-            self._heap.note(f"{name} does not read: {len(buffer)} tokens wait for it")
+            self._queue.num_faults += 1
+            self._queue.note(f"{name} does not read: {len(buffer)} tokens wait for it")
             self.router.cancel(name)
 
     def _ended(self, event: Ended) -> None:
         self._check_open(event, [event.request_id])
         client, buffer = self.clients[event.request_id], self._buffers.get(event.request_id)
-        if self._ledger is not None:
+        if self._audit is not None:
             self.heard.add(event.request_id)
-            self._ledger.router.ended(client, event)
+            self._audit.router.ended(client, event)
         client.ended = event if buffer is None else buffer.end(event)
         self.open.discard(event.request_id)
-        self._heap.note(f"ended {event.request_id}: {client.ended.finish_reason or client.ended.error}")
+        self._queue.note(f"ended {event.request_id}: {client.ended.finish_reason or client.ended.error}")
 
     def _check_open(self, event: Delivered | Ended, names: list[str]) -> None:
         if not self.open.issuperset(names):
-            raise Violation(self._scenario.seed, self._heap.clock.now, f"I13: {event} after the terminal event")
+            raise Violation(self._scenario.seed, self._queue.clock.now, f"I13: {event} after the terminal event")
 
     # ---- the loop
 
@@ -190,8 +190,8 @@ class RouterShell:
             router.events.clear()
             for receiver, message in outbox:
                 envelope = self._outgoing.envelope(receiver, message)
-                if self._ledger is not None:
-                    self._ledger.router_says(envelope)
+                if self._audit is not None:
+                    self._audit.router_says(envelope)
                 self._wire.send(envelope)
             for event in events:
                 if isinstance(event, Delivered):
@@ -208,17 +208,17 @@ class RouterShell:
         self.lost.update(router.lost)
         router.lost.clear()
         self.flush()
-        if self._ledger is not None:
-            self._ledger.router.ticked()
-        self._heap.at(TICK_S, partial(self._tick, router))
+        if self._audit is not None:
+            self._audit.router.ticked()
+        self._queue.at(TICK_S, partial(self._tick, router))
 
     def _arrived(self, envelope: Envelope) -> None:
         if not self.alive or self._put_off(partial(self._arrived, envelope)):
             return
         for ready in self._incoming.accept(envelope):
-            if self._heap.logged:
-                self._heap.note(text(ready))
-            if self._ledger is not None:
-                self._ledger.router.hears(ready)
+            if self._queue.logged:
+                self._queue.note(text(ready))
+            if self._audit is not None:
+                self._audit.router.hears(ready)
             self.router.handle(ready)
             self.flush()

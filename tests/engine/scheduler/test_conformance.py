@@ -7,7 +7,7 @@ import pytest
 
 from engine.scheduler.replay import replay
 
-TRACES = sorted((Path(__file__).parent.parent / "data" / "scheduler").glob("*.json"))
+TRACES = sorted((Path(__file__).parents[2] / "data" / "scheduler").glob("*.json"))
 
 
 @pytest.mark.parametrize("path", TRACES, ids=lambda path: path.stem)

@@ -15,10 +15,10 @@ from engine.scheduler.loops_sequences import Positions, Scheduled, Slots, State
 from engine.scheduler.sequence_table import SequenceTable
 from protocol.arrays import Bool, Int32
 from protocol.block_hash import block_hash
-from tests.engine.chain_model import answer_of
-from tests.engine.scheduler_driver import Driver, key_of
+from tests.engine.scheduler.chain_model import answer_of
+from tests.engine.scheduler.scheduler_driver import Driver, key_of
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_no_step_waits_for_a_compiler() -> None:
@@ -88,7 +88,7 @@ def test_positions_close_up_and_flights_follow() -> None:
 
 def test_without_numba_they_do_the_same() -> None:
     code = "import sys, pytest; sys.modules['numba'] = None; sys.exit(pytest.main(['-q', '-x', '-p', 'no:cacheprovider', *sys.argv[1:]]))"
-    tests = [f"tests/engine/test_{name}.py" for name in ("block_manager", "conformance", "depth")]
-    tests.append("tests/engine/test_loops.py::test_a_block_is_hashed_as_by_hashlib")
+    tests = [f"tests/engine/scheduler/test_{name}.py" for name in ("block_manager", "conformance", "depth")]
+    tests.append("tests/engine/scheduler/test_loops.py::test_a_block_is_hashed_as_by_hashlib")
     result = subprocess.run([sys.executable, "-c", code, *tests], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout

@@ -9,8 +9,8 @@ from engine.runner import Batch, StepOutput
 from engine.scheduler.host_pool import HostPool
 from engine.scheduler.preemption import Choice, Costs, Victim, choose
 from protocol.errors import ProtocolError
-from tests.engine.chain_model import answer_of
-from tests.engine.scheduler_driver import Driver, key_of
+from tests.engine.scheduler.chain_model import answer_of
+from tests.engine.scheduler.scheduler_driver import Driver, key_of
 
 NO_CACHE: dict[str, Any] = {"enable_prefix_caching": False}
 

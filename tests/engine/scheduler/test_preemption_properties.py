@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
-from tests.engine.chain_model import step_kv
-from tests.engine.test_scheduler_properties import SchedulerMachine
+from tests.engine.scheduler.chain_model import step_kv
+from tests.engine.scheduler.test_scheduler_properties import SchedulerMachine
 
 
 class PreemptionMachine(SchedulerMachine):

@@ -5,7 +5,7 @@ import pytest
 
 from engine.scheduler.thrash import ThrashMeter
 from protocol.clock import VirtualClock
-from tests.engine.test_knobs import Engine
+from tests.engine.scheduler.test_knobs import Engine
 
 NUM_STEPS, NUM_BLOCKS = 2000, 257
 FIXED = (6, 8, 10, 12, 16, 24, 64)

@@ -10,7 +10,7 @@ from engine.scheduler.outcome import Committed, Events
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import Request
 from protocol.messages import RequestKey, SamplingParams
-from tests.engine.chain_model import VOCAB_SIZE, ChainModel
+from tests.engine.scheduler.chain_model import VOCAB_SIZE, ChainModel
 
 
 def key_of(name: str) -> RequestKey:

@@ -24,7 +24,7 @@ class _Attempt(NamedTuple):
     alone: bool
 
 
-class RouterBook:
+class RouterAudit:
     """Every method raises Violation."""
 
     def __init__(self, scenario: Scenario, clock: VirtualClock, router: Router) -> None:
@@ -32,7 +32,7 @@ class RouterBook:
         self._counted: Counter[str] = Counter()
         """By the name of the router's own counter; `attempts` it only has in two parts."""
         self._accepted_at: dict[str, float] = {}
-        """Open requests."""
+        """ActiveRequest requests."""
         self._due_at: dict[str, float] = {}
         """Deadlines of those that have one."""
         self._slots: dict[int, str] = {}

@@ -16,7 +16,7 @@ from engine.scheduler.sequence import Request
 from protocol.clock import VirtualClock
 from protocol.errors import InvalidRequest
 from protocol.messages import RequestKey, SamplingParams
-from tests.engine.chain_model import VOCAB_SIZE, ChainModel, answer_of
+from tests.engine.scheduler.chain_model import VOCAB_SIZE, ChainModel, answer_of
 
 EOS = 12
 OFFSET = 100
@@ -104,9 +104,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             arrival=float(self.count),
         )
         stops = frozenset(stop) | (frozenset() if ignore_eos else {EOS})
-        # How long an answer may grow is for the engine to judge that writes it, not for one that offers.
-        longest = length + max_tokens if kind == "offer" else self.config.max_model_len
-        answer = answer_of(prompt, max_tokens, max_model_len=longest, stops=stops)
+        # Who offers a prompt does not judge how long its answer may grow.
+        max_model_len = length + max_tokens if kind == "offer" else self.config.max_model_len
+        answer = answer_of(prompt, max_tokens, max_model_len=max_model_len, stops=stops)
         if kind == "remote" and len(answer) == 1:
             return
         try:

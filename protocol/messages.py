@@ -22,8 +22,7 @@ Sender, receiver and sequence number travel in the `Envelope`. Times are duratio
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from protocol.arrays import Int32 as Int32
-from protocol.arrays import Int64 as Int64
+from protocol.arrays import Int32, Int64
 from protocol.histogram import Distribution
 
 ROUTER_ID = "router"

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, Protocol, cast
 
 import numpy as np
 
+from protocol.arrays import Int32, Int64
 from protocol.clock import Clock
 from protocol.errors import ProtocolError
 from protocol.messages import (
@@ -21,8 +22,6 @@ from protocol.messages import (
     Envelope,
     FinishReason,
     Hello,
-    Int32,
-    Int64,
     Logprobs,
     Message,
     ReplicaStatus,

@@ -34,7 +34,7 @@ from router.tracing import CallTrace, Tracing, Untraced
 from twopass.proto import twopass_pb2 as pb
 
 TOKENIZER_RETRY_S = 1.0
-DEADLINE_ROUNDING, DEADLINE_TRAVEL_S = 0.01, 0.25
+DEADLINE_ROUNDING, DEADLINE_TRAVEL_S = 0.01, 0.05
 """A client's deadline passes there first: gRPC rounds it up by such a share for its way here, and the way takes time."""
 
 _FINISH_REASONS: dict[FinishReason, pb.FinishReason] = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}

@@ -117,14 +117,6 @@ class BlockManager:
             raise ProtocolError(f"blocks {given.tolist()} were freed by somebody who does not own them")
         self.release(given)
 
-    def incref(self, block_ids: Seq[int] | Int32) -> None:
-        """One more outside reference to each block, which somebody must own already."""
-        blocks = np.asarray(block_ids, np.int32)
-        if not self.all_owned(blocks):
-            raise ProtocolError(f"blocks {blocks.tolist()} are not all owned")
-        self.allocate(len(blocks), blocks)
-        self.num_external += len(blocks)
-
     def hand_over(self, count: int) -> None:
         """`count` references of the scheduler now belong to somebody outside."""
         self.num_external += count
@@ -148,10 +140,6 @@ class BlockManager:
         """Blocks holding the longest known prefix of a chain of hashes. Takes no reference."""
         hits = BlockIds(np.empty(len(hashes), np.int32))
         return hits[: loops_blocks.find(self._blocks, self._index, hashes, hits)]
-
-    def num_free_among(self, blocks: Seq[int] | Int32) -> int:
-        """How many of these blocks count as free now: acquiring them uses them up."""
-        return int(loops_blocks.count_free(self._blocks, np.asarray(blocks, np.int32))) if len(blocks) else 0
 
     def insert(self, hashes: Int32, blocks: Seq[int] | Int32) -> None:
         """Makes owned blocks findable, each by its hash; those that already are stay as they are."""

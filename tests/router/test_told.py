@@ -11,6 +11,7 @@ import twopass
 from protocol.arrays import Int32
 from protocol.errors import DeadlineExceeded, RequestFailed
 from router.tokenizer import NumberTokenizer
+from tests.hang import HANG_S
 from tests.router.scripted_core import VOCAB_SIZE, Serving, scenario
 from tests.router.test_tracing import Recorded
 from twopass import AsyncClient
@@ -98,15 +99,16 @@ async def one_of_three_fails(s: Serving, client: AsyncClient) -> Told:
 
 
 class HeldTokenizer(NumberTokenizer):
-    """Does each text once it may leave."""
+    """Does each text once it may leave. Whoever releases `leave` awaits `left`: the next one could take its place."""
 
     def __init__(self) -> None:
         super().__init__(VOCAB_SIZE)
-        self.entered, self.leave = threading.Semaphore(0), threading.Semaphore(0)
+        self.entered, self.leave, self.left = (threading.Semaphore(0) for _ in range(3))
 
     def encode(self, text: str) -> Int32:
         self.entered.release()
-        assert self.leave.acquire(timeout=20)
+        assert self.leave.acquire(timeout=HANG_S)
+        self.left.release()
         return super().encode(text)
 
 
@@ -185,6 +187,7 @@ def test_a_call_that_is_gone_before_it_was_accepted_is_counted_too() -> None:
                 while len(recorded.codes) < 1 + (not cancel):
                     await asyncio.sleep(0)
                 tokenizer.leave.release()
+                await asyncio.to_thread(tokenizer.left.acquire)
         totals = s.door.totals
         assert {reason: count for reason, count in totals.refusals.items() if count} == {"cancelled": 1, "deadline": 1}
         assert recorded.codes == ["CANCELLED", "DEADLINE_EXCEEDED"]

@@ -119,7 +119,7 @@ class Invariants:
                 batch.swap_out[:, 0].tolist()
             ):
                 self._fail(f"I1: a pull of {replica.name} writes into blocks that are still to be copied to the host")
-            if batch.swap_in is not None and not scheduler.blocks.all_owned(batch.swap_in[:, 1]):
+            if batch.swap_in is not None and not set(scheduler.blocks.free_in_order()).isdisjoint(batch.swap_in[:, 1].tolist()):
                 self._fail(f"I1: {replica.name} copies from the host into free blocks")
 
     def _check_in_flight(self) -> None:

@@ -16,7 +16,7 @@ def limit_warnings(config: ClusterConfig, *, prefill_blocks: int, decode_blocks:
         warnings.append(f"prompts of more than {split} tokens are computed by decode engines alone: prefill engines do not take them")
     if 0 < alone < split:
         warnings.append(f"prompts of more than {alone} tokens are refused while no prefill engine is up: decode engines do not take them")
-    held = min(prefill.max_model_len - 1, (prefill_blocks - 1) * prefill.block_size)
+    held = prefill.max_known_tokens(prefill_blocks)
     if mode == "strict" and held < promised:
         warnings.append(f"requests of more than {held} tokens, answer included, are refused: strict, and prefill engines hold no more")
     return warnings

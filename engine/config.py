@@ -62,9 +62,13 @@ class EngineConfig:
     stall_timeout_s: float = 120.0
     """An engine whose step runs for longer, or that answers nothing for longer, counts as dead and is replaced."""
 
+    def max_known_tokens(self, num_blocks: int) -> int:
+        """Most known tokens of a sequence that an engine with so many blocks, block 0 included, can hold and go on from."""
+        return min(self.max_model_len - 1, (num_blocks - 1) * self.block_size)
+
     def max_prompt_tokens(self, num_blocks: int) -> int:
-        """Longest prompt that an engine with so many blocks, block 0 included, computes from its beginning."""
-        longest = min(self.max_model_len - 1, (num_blocks - 1) * self.block_size)
+        """Longest prompt that such an engine computes from its beginning."""
+        longest = self.max_known_tokens(num_blocks)
         return longest if self.enable_chunked_prefill else min(longest, self.max_num_batched_tokens)
 
     def __post_init__(self) -> None:

@@ -11,20 +11,21 @@ from bench.gpu.exporter import LEASE_ID, Exporter
 from bench.gpu.report import Cell, Column, Item, Note, Problem, Table
 from bench.gpu.setting import SHARED_MEMORY, Setting
 from bench.gpu.transfer import Importer
+from kv_transfer.device.fake_device import FakeDevice
 
 END_S = 20.0
 
 
 def over_cuda_ipc(setting: Setting) -> Iterator[Item]:
-    return _run(setting, "cuda_ipc", setting.size(4000, 300))
+    return _run(setting, "cuda_ipc", setting.size(4000, 2))
 
 
 def over_host_staged(setting: Setting) -> Iterator[Item]:
-    return _run(setting, "host_staged", setting.size(60, 60))
+    return _run(setting, "host_staged", setting.size(60, 20))
 
 
 def _run(setting: Setting, kind: Kind, num_rounds: int) -> Iterator[Item]:
-    """The pull takes the whole cache so many times over, so that it lasts."""
+    """The pull takes the whole cache so many times over, so that it lasts; the device of a rehearsal holds it until the exporter is gone."""
     torch.manual_seed(setting.seed)
     num_blocks, block_bytes = setting.size((512, 2 << 20), (16, 1 << 16))
     first, second = (f"{SHARED_MEMORY}{secrets.token_hex(4)}" for _ in range(2))
@@ -34,10 +35,17 @@ def _run(setting: Setting, kind: Kind, num_rounds: int) -> Iterator[Item]:
         device = open_device(setting, f"{SHARED_MEMORY}{secrets.token_hex(4)}")
         importer = Importer(setting, kind, device, endpoints[0], num_blocks, block_bytes)
         whole_s = importer.pull_s(src, dst)
+        fake = device if isinstance(device, FakeDevice) else None
+        if fake:
+            fake.stall_after(1)
         pull = importer.peer.pull(src * num_rounds, dst * num_rounds)
+        if fake and not fake.stalled.wait(END_S):
+            yield Problem("the pull never reached its second copy")
         victim.kill()
         killed_at = time.monotonic()
         under_way = not pull.poll()
+        if fake:
+            fake.resume()
         while not pull.poll() and time.monotonic() - killed_at < END_S:
             time.sleep(0.001)
         ended, seconds = pull.poll(), time.monotonic() - killed_at

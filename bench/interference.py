@@ -2,8 +2,8 @@
 
     python -m bench.interference [--json] [--model DIR]
 
-One prefill and one decode engine (one thread each) against a colocated engine (two threads) at three token budgets, the same load in
-one run. The comparison that counts is with the *best* of the three.
+One prefill and one decode engine (one thread each) against a colocated engine (two threads) at three token budgets, the
+same load in one run. The comparison that counts is with the *best* of the three.
 """
 
 import argparse
@@ -32,7 +32,9 @@ BUDGETS = (128, 512, 2048)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One system under the load. `itl_*`: of the running decodes, milliseconds; `long_ttft_p50_s`: of the arriving prompts."""
+    """One system under the load. `itl_*`: of the running decodes, milliseconds; `long_ttft_p50_s`: of the arriving
+    prompts.
+    """
 
     system: str
     itl_p50_ms: float
@@ -50,7 +52,9 @@ async def _decode(client: AsyncClient, seed: int, until: float) -> list[float]:
     gaps: list[float] = []
     while time.perf_counter() < until:
         last: float | None = None
-        async with client.generate(prompt_token_ids=draw.integers(100, 40000, 16).tolist(), max_tokens=400, ignore_eos=True) as stream:
+        async with client.generate(
+            prompt_token_ids=draw.integers(100, 40000, 16).tolist(), max_tokens=400, ignore_eos=True
+        ) as stream:
             async for chunk in stream:
                 now = time.perf_counter()
                 if last is not None:
@@ -112,7 +116,12 @@ def run(model_dir: Path, note: Callable[[str], None]) -> dict[str, Any]:
     colocated = [row(f"colocated, budget {budget}", model_dir, 0, 2, budget, note) for budget in BUDGETS]
     best = min(colocated, key=lambda r: r.itl_p99_ms)
     return {
-        "load": {"decodes": NUM_DECODES, "long_prompt_tokens": LONG_PROMPT_TOKENS, "arrival_s": ARRIVAL_S, "duration_s": DURATION_S},
+        "load": {
+            "decodes": NUM_DECODES,
+            "long_prompt_tokens": LONG_PROMPT_TOKENS,
+            "arrival_s": ARRIVAL_S,
+            "duration_s": DURATION_S,
+        },
         "rows": [asdict(r) for r in (split, *colocated)],
         "best_colocated": best.system,
         "itl_p99_ratio_best_colocated_over_split": best.itl_p99_ms / split.itl_p99_ms,
@@ -137,7 +146,8 @@ def main() -> None:
         latency = f"{r['itl_p50_ms']:8.1f} {r['itl_p99_ms']:8.1f} {r['itl_max_ms']:8.1f}"
         print(f"{r['system']:24} {latency} {r['decode_tokens_per_s']:7.0f} {r['long_ttft_p50_s']:12.2f}")
     print(
-        f"p99 of the best colocated ({result['best_colocated']}) over the split's: {result['itl_p99_ratio_best_colocated_over_split']:.2f}"
+        f"p99 of the best colocated ({result['best_colocated']}) over the split's: "
+        f"{result['itl_p99_ratio_best_colocated_over_split']:.2f}"
     )
 
 

@@ -1,9 +1,10 @@
 """The preemption modes beside each other under KV pressure: `python -m bench.preemption_modes [--json] [--model DIR]`.
 
-Costs are measured on the real model and runner in this process: a decode step, a prompt token, a block copied to host memory. The load
-then runs in the simulator with these costs: the real router, services and schedulers of one prefill and one decode engine, a virtual clock,
-a wire of 1 ms, blocks pulled at the speed of a copy. The decode engine holds a part of what the load needs at its peak. Same load, same
-tokens in every mode. `auto` starts without measurements, as an engine does.
+Costs are measured on the real model and runner in this process: a decode step, a prompt token, a block copied to host
+memory. The load then runs in the simulator with these costs: the real router, services and schedulers of one prefill
+and one decode engine, a virtual clock, a wire of 1 ms, blocks pulled at the speed of a copy. The decode engine holds a
+part of what the load needs at its peak. Same load, same tokens in every mode. `auto` starts without measurements, as an
+engine does.
 """
 
 import argparse
@@ -35,7 +36,9 @@ CONTEXT = 256
 NUM_REQUESTS, MAX_NUM_SEQS = 48, 16
 PROMPT_TOKENS, ANSWER_TOKENS = (64, 192), (128, 320)
 NUM_BLOCKS = 16 * 15
-"""Of the decode engine: 16 sequences of 240 tokens, where the longest grow to 512. The prefill engine has twice as many at least."""
+"""Of the decode engine: 16 sequences of 240 tokens, where the longest grow to 512. The prefill engine has twice as many
+at least.
+"""
 WIRE_S = 0.001
 FIRST_ARRIVAL_S = 0.5
 
@@ -110,7 +113,9 @@ def _batch(num_sequences: int, computed: int, scheduled: int) -> Batch:
 # ---- the load
 
 
-def pressure(mode: Knob, costs: MeasuredCosts, *, num_host_blocks: int, num_requests: int = NUM_REQUESTS, seed: int = 1) -> Scenario:
+def pressure(
+    mode: Knob, costs: MeasuredCosts, *, num_host_blocks: int, num_requests: int = NUM_REQUESTS, seed: int = 1
+) -> Scenario:
     """One prefill and one decode engine, the latter too small for the load, in one mode."""
 
     def step_seconds(batch: Batch) -> float:
@@ -149,15 +154,26 @@ def _clients(count: int, seed: int) -> list[Client]:
         prompt = draw.integers(0, 32000, draw.integers(PROMPT_TOKENS[0], PROMPT_TOKENS[1] + 1))
         num_tokens = int(draw.integers(ANSWER_TOKENS[0], ANSWER_TOKENS[1] + 1))
         request = ClientRequest(
-            request_id=f"r{index}", prompt_token_ids=prompt.astype(np.int32), max_tokens=num_tokens, sampling=SamplingParams()
+            request_id=f"r{index}",
+            prompt_token_ids=prompt.astype(np.int32),
+            max_tokens=num_tokens,
+            sampling=SamplingParams(),
         )
-        clients.append(Client(request, expected_tokens(prompt.tolist(), num_tokens), submit_at=FIRST_ARRIVAL_S + draw.uniform(0.0, 0.1)))
+        clients.append(
+            Client(
+                request,
+                expected_tokens(prompt.tolist(), num_tokens),
+                submit_at=FIRST_ARRIVAL_S + draw.uniform(0.0, 0.1),
+            )
+        )
     return clients
 
 
 def run_mode(mode: Knob, costs: MeasuredCosts, *, num_host_blocks: int, num_requests: int = NUM_REQUESTS) -> Row:
     """Raises RuntimeError if any answer is not the right one."""
-    simulation = Simulation(pressure(mode, costs, num_host_blocks=num_host_blocks, num_requests=num_requests), checked=False)
+    simulation = Simulation(
+        pressure(mode, costs, num_host_blocks=num_host_blocks, num_requests=num_requests), checked=False
+    )
     simulation.run()
     if any(client.received != client.expected for client in simulation.clients.values()):
         raise RuntimeError(f"preemption {mode}: an answer differs")
@@ -174,7 +190,9 @@ def run_mode(mode: Knob, costs: MeasuredCosts, *, num_host_blocks: int, num_requ
         itl_p99_ms=round(float(np.percentile(gaps, 99)) * 1000, 1),
         preemptions={name: int(decode[f"preemptions_{name}"]) for name in ("recompute", "swap", "remote")},
         reasons={
-            name.removeprefix("preemption_reason_"): int(n) for name, n in decode.items() if n and name.startswith("preemption_reason")
+            name.removeprefix("preemption_reason_"): int(n)
+            for name, n in decode.items()
+            if n and name.startswith("preemption_reason")
         },
         recomputed_tokens=decode_scheduler.num_recomputed_tokens,
         prefilled_again_tokens=int(prefill["prompt_tokens"]) - prompts,
@@ -188,7 +206,14 @@ def run(model_dir: Path, note: Callable[[str], None] = lambda text: None) -> dic
     costs = measure_costs(model_dir)
     note(f"measured in {time.perf_counter() - started:.1f} s: {costs}")
     ample, scarce = NUM_BLOCKS, NUM_BLOCKS // 12
-    loads: list[tuple[Knob, int]] = [("recompute", 0), ("swap", ample), ("swap", scarce), ("remote", 0), ("auto", ample), ("auto", scarce)]
+    loads: list[tuple[Knob, int]] = [
+        ("recompute", 0),
+        ("swap", ample),
+        ("swap", scarce),
+        ("remote", 0),
+        ("auto", ample),
+        ("auto", scarce),
+    ]
     rows = [run_mode(mode, costs, num_host_blocks=num_host_blocks) for mode, num_host_blocks in loads]
     ratios = [
         {

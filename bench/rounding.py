@@ -1,9 +1,11 @@
-"""How far bfloat16 may move logits: the float32 model with noise wherever the bfloat16 one rounds, as large as the rounding.
+"""How far bfloat16 may move logits: the float32 model with noise wherever the bfloat16 one rounds, as large as the
+rounding.
 
-Rounding to the nearest moves a value by up to half the spacing of bfloat16 there, 2**-9 to 2**-8 of it, and over many values is as good as
-uniform noise. A runner rounds, per layer: both norms, q k v, k again when it is rotated, what was attended, o, gate and up, their product,
-down; then the last norm. The residual stream, all sums and the logits are float32. So an error of the logits is one draw of what the noise
-does to them, on every CPU and GPU and in whatever order sums are taken; a draw that is far out has another cause.
+Rounding to the nearest moves a value by up to half the spacing of bfloat16 there, 2**-9 to 2**-8 of it, and over many
+values is as good as uniform noise. A runner rounds, per layer: both norms, q k v, k again when it is rotated, what was
+attended, o, gate and up, their product, down; then the last norm. The residual stream, all sums and the logits are
+float32. So an error of the logits is one draw of what the noise does to them, on every CPU and GPU and in whatever
+order sums are taken; a draw that is far out has another cause.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,9 +48,13 @@ class Expected(NamedTuple):
 
 
 def expected_errors(model: LlamaModel, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> Expected:
-    """At every token of the answers, which are teacher-forced and equally long. `model`: float32, of weights that bfloat16 can hold."""
+    """At every token of the answers, which are teacher-forced and equally long. `model`: float32, of weights that
+    bfloat16 can hold.
+    """
     logits = teacher_forced(model, prompts, answers)
-    errors = torch.stack([teacher_forced(_with_noise(model, seed), prompts, answers) - logits for seed in range(NUM_DRAWS)])
+    errors = torch.stack(
+        [teacher_forced(_with_noise(model, seed), prompts, answers) - logits for seed in range(NUM_DRAWS)]
+    )
     likeliest = logits.topk(1 + NUM_RIVALS, dim=1).indices.expand(NUM_DRAWS, -1, -1)
     moved = errors.gather(2, likeliest)
     gap_deviations = (moved[:, :, 1:] - moved[:, :, :1]).square().mean((0, 2)).sqrt()
@@ -56,7 +62,9 @@ def expected_errors(model: LlamaModel, prompts: Sequence[list[int]], answers: Se
 
 
 def teacher_forced(model: LlamaModel, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> torch.Tensor:
-    """Logits before every token of the answers, [P, vocab_size], all computed in one step: the answers pass for drafts."""
+    """Logits before every token of the answers, [P, vocab_size], all computed in one step: the answers pass for
+    drafts.
+    """
     known = [prompt + answer[:-1] for prompt, answer in zip(prompts, answers, strict=True)]
     lengths = np.array([len(ids) for ids in known], np.int32)
     width = -(-int(lengths.max()) // BLOCK_SIZE)
@@ -106,12 +114,20 @@ def _with_noise(model: LlamaModel, seed: int) -> LlamaModel:
     return with_linears(model, linear, qkv)
 
 
-def with_linears(model: LlamaModel, change: Callable[[Linear], Linear], change_qkv: Callable[[Linear], Linear]) -> LlamaModel:
+def with_linears(
+    model: LlamaModel, change: Callable[[Linear], Linear], change_qkv: Callable[[Linear], Linear]
+) -> LlamaModel:
     """The model with its layers' linears changed."""
     return replace(
         model,
         layers=tuple(
-            replace(layer, qkv=change_qkv(layer.qkv), o=change(layer.o), gate_up=change(layer.gate_up), down=change(layer.down))
+            replace(
+                layer,
+                qkv=change_qkv(layer.qkv),
+                o=change(layer.o),
+                gate_up=change(layer.gate_up),
+                down=change(layer.down),
+            )
             for layer in model.layers
         ),
     )

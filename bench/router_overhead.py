@@ -2,9 +2,9 @@
 
     python -m bench.router_overhead [--json]
 
-The real core, front door and gRPC server run in this process, a client in another; one engine is played by a timer that hands in one
-`StepTokens` with a token for every stream. Beside it the same messages over grpc.aio alone: what a server with no router behind it would
-take, client included. Both processes read the same monotonic clock of this machine.
+The real core, front door and gRPC server run in this process, a client in another; one engine is played by a timer that
+hands in one `StepTokens` with a token for every stream. Beside it the same messages over grpc.aio alone: what a server
+with no router behind it would take, client included. Both processes read the same monotonic clock of this machine.
 """
 
 import argparse
@@ -51,7 +51,9 @@ asyncio.run(main())
 
 
 class Figures(NamedTuple):
-    """Milliseconds from a step's tokens being at hand to the client having each, and CPU microseconds of this process per token."""
+    """Milliseconds from a step's tokens being at hand to the client having each, and CPU microseconds of this process
+    per token.
+    """
 
     p50_ms: float
     p99_ms: float
@@ -68,7 +70,9 @@ async def measure_router() -> Figures:
 
     router = Router(RouterConfig(), address=Address("router", 1), clock=time.perf_counter, seed=1)
     config = RouterConfig(grpc_port=0, metrics_port=0)
-    door = FrontDoor(router, NumberTokenizer(32_000), config, Model("played", 32_000), send=send, clock=time.perf_counter)
+    door = FrontDoor(
+        router, NumberTokenizer(32_000), config, Model("played", 32_000), send=send, clock=time.perf_counter
+    )
     server = Server(door, config)
     port = await server.start()
     router.replica_started(ENGINE)
@@ -88,7 +92,13 @@ async def measure_router() -> Figures:
     def hand_in(step: int) -> None:
         slots = np.array(sorted(dispatched), np.int64)
         message = StepTokens(
-            router_epoch=1, slots=slots, attempts=ones, offsets=ones * step, counts=ones, token_ids=ones * step, ends=_ends(slots, step)
+            router_epoch=1,
+            slots=slots,
+            attempts=ones,
+            offsets=ones * step,
+            counts=ones,
+            token_ids=ones * step,
+            ends=_ends(slots, step),
         )
         door.deliver(Envelope(ENGINE, router.address, step + 1, message))
 
@@ -151,15 +161,25 @@ def _ends(slots: Int64, step: int) -> tuple[End, ...]:
 
 
 async def measure() -> dict[str, Any]:
-    """Both, in turns, so that a change of the machine's mood meets both. Medians of `NUM_ROUNDS`; `added`: what the router adds."""
+    """Both, in turns, so that a change of the machine's mood meets both. Medians of `NUM_ROUNDS`; `added`: what the
+    router adds.
+    """
     rounds = [(await measure_router(), await measure_bare()) for _ in range(NUM_ROUNDS)]
     router, bare = (Figures(*np.median(np.array(figures), axis=0).tolist()) for figures in zip(*rounds, strict=True))
     added = Figures(*(router_figure - bare_figure for router_figure, bare_figure in zip(router, bare, strict=True)))
-    return {"streams": NUM_STREAMS, "steps": NUM_STEPS, "router": router._asdict(), "bare_grpc": bare._asdict(), "added": added._asdict()}
+    return {
+        "streams": NUM_STREAMS,
+        "steps": NUM_STEPS,
+        "router": router._asdict(),
+        "bare_grpc": bare._asdict(),
+        "added": added._asdict(),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Latency that the router adds to each token, and what gRPC itself takes.")
+    parser = argparse.ArgumentParser(
+        description="Latency that the router adds to each token, and what gRPC itself takes."
+    )
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     result = asyncio.run(measure())
@@ -169,7 +189,10 @@ def main() -> None:
     print(f"{result['streams']} streams; from the engine's message to the client, per token")
     for name in ("router", "bare_grpc", "added"):
         figures = Figures(**result[name])
-        print(f"{name:10} {figures.p50_ms:6.2f} ms p50  {figures.p99_ms:6.2f} ms p99  {figures.cpu_us:6.1f} us of the router's CPU")
+        print(
+            f"{name:10} {figures.p50_ms:6.2f} ms p50  {figures.p99_ms:6.2f} ms p99  {figures.cpu_us:6.1f} us of the "
+            "router's CPU"
+        )
 
 
 if __name__ == "__main__":

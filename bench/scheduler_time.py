@@ -1,8 +1,9 @@
-"""CPU time of one schedule + commit: `python -m bench.scheduler_time --json`. Medians in microseconds of this thread's CPU time.
+"""CPU time of one schedule + commit: `python -m bench.scheduler_time --json`. Medians in microseconds of this thread's
+CPU time.
 
-decode: every running sequence takes one token. mixed: 256 seats kept full, prompts of 64 to 1,024 tokens arriving as answers of 64 to
-192 tokens end. preemption: the same in a pool that is too small. Prefix cache on, blocks of 16 tokens; each step writes its block
-tables and builds the arrays of its `StepTokens`.
+decode: every running sequence takes one token. mixed: 256 seats kept full, prompts of 64 to 1,024 tokens arriving as
+answers of 64 to 192 tokens end. preemption: the same in a pool that is too small. Prefix cache on, blocks of 16 tokens;
+each step writes its block tables and builds the arrays of its `StepTokens`.
 """
 
 import argparse
@@ -85,7 +86,10 @@ def decode(running: int, num_steps: int) -> dict[str, float]:
     load = Load(running, (64, 256), (3000, 3000))
     num_blocks = running * (256 + num_steps + 2 * BLOCK_SIZE) // BLOCK_SIZE + 1
     config = EngineConfig(
-        max_num_batched_tokens=max(8192, 2 * running), max_num_seqs=running, max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE
+        max_num_batched_tokens=max(8192, 2 * running),
+        max_num_seqs=running,
+        max_model_len=MAX_MODEL_LEN,
+        block_size=BLOCK_SIZE,
     )
     scheduler = Scheduler(config, num_blocks=num_blocks, eos_token_ids=(EOS,))
     for _ in range(running):
@@ -106,7 +110,9 @@ def _step_decodes_all(scheduler: Scheduler, load: Load) -> bool:
 def mixed(num_blocks: int, num_steps: int) -> dict[str, float]:
     """256 seats, budget 2,048, a newcomer for everyone who ends."""
     load = Load(7, (64, 1024), (64, 192))
-    config = EngineConfig(max_num_batched_tokens=2048, max_num_seqs=256, max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE)
+    config = EngineConfig(
+        max_num_batched_tokens=2048, max_num_seqs=256, max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE
+    )
     scheduler = Scheduler(config, num_blocks=num_blocks, eos_token_ids=(EOS,))
 
     def refill(ended: int) -> None:
@@ -136,7 +142,11 @@ def main() -> None:
     if arguments.json:
         print(json.dumps(figures, indent=1))
         return
-    for figure in [*figures["decode"], {"load": "mixed", **figures["mixed"]}, {"load": "preemption", **figures["preemption"]}]:
+    for figure in [
+        *figures["decode"],
+        {"load": "mixed", **figures["mixed"]},
+        {"load": "preemption", **figures["preemption"]},
+    ]:
         print("  ".join(f"{name} {value}" for name, value in figure.items()))
 
 

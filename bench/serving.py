@@ -1,9 +1,11 @@
-"""Serving a real model: throughput and latency of the same load on one machine, split and colocated, beside transformers' `generate`.
+"""Serving a real model: throughput and latency of the same load on one machine, split and colocated, beside
+transformers' `generate`.
 
     python -m bench.serving [--json] [--model DIR]
 
-Every row is measured in this run: output tok/s over the whole load, TTFT and inter-token percentiles as a client sees them.
-Handoff time: what lies between prefill's last commit and decode's first step, messages included; `bytes` is the part that pulls took.
+Every row is measured in this run: output tok/s over the whole load, TTFT and inter-token percentiles as a client sees
+them. Handoff time: what lies between prefill's last commit and decode's first step, messages included; `bytes` is the
+part that pulls took.
 """
 
 import argparse
@@ -40,7 +42,8 @@ batch, prompt, output = map(int, sys.argv[2:5])
 torch.manual_seed(0)
 ids = torch.randint(100, 40000, (batch, prompt))
 def run(n):
-    return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, min_new_tokens=n, do_sample=False, pad_token_id=2)
+    return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, min_new_tokens=n, do_sample=False,
+    pad_token_id=2)
 with torch.inference_mode():
     run(4)
     started = time.perf_counter()
@@ -99,7 +102,9 @@ def transformers_row(model_dir: Path, batch: int) -> Row:
 
 
 def linears_row(model_dir: Path, batch: int) -> Row:
-    """The floor: the decode steps' matrix products alone, bf16, 2 threads, without attention, norms, sampling or prompts."""
+    """The floor: the decode steps' matrix products alone, bf16, 2 threads, without attention, norms, sampling or
+    prompts.
+    """
     command = [sys.executable, "-c", LINEARS, str(model_dir), str(batch)]
     step_s = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
     return Row("linears alone (floor)", batch, batch / step_s)
@@ -142,7 +147,13 @@ def serving_rows(
     name: str, model_dir: Path, prefill: int, decode: int, threads: int, note: Callable[[str], None]
 ) -> tuple[list[Row], float]:
     """Rows of one deployment, and the CPU share of a core that its engines take when idle."""
-    pool = {"max_model_len": 1024, "max_num_batched_tokens": 512, "max_num_seqs": 32, "kv_cache_bytes": 192 * 2**20, "num_threads": threads}
+    pool = {
+        "max_model_len": 1024,
+        "max_num_batched_tokens": 512,
+        "max_num_seqs": 32,
+        "kv_cache_bytes": 192 * 2**20,
+        "num_threads": threads,
+    }
     config = from_tree(
         {
             "model": str(model_dir),
@@ -166,7 +177,9 @@ def serving_rows(
     return rows, idle
 
 
-def _row(name: str, seconds: float, answers: list[tuple[list[float], Timing]], spent: dict[str, float], split: bool) -> Row:
+def _row(
+    name: str, seconds: float, answers: list[tuple[list[float], Timing]], spent: dict[str, float], split: bool
+) -> Row:
     gaps = np.concatenate([np.diff(times) for times, _ in answers]) * 1e3
     first = np.array([times[0] for times, _ in answers]) * 1e3
     handoffs = [sum(timing.stages.get(stage, 0.0) for stage in HANDOFF_STAGES) for _, timing in answers]
@@ -233,7 +246,8 @@ def table(result: dict[str, Any]) -> str:
         )
     lines = [
         " ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width) for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
         )
         for line in cells
     ]

@@ -1,11 +1,14 @@
-"""The same load for a long time against one prefill and one decode engine: afterwards every block and nearly all memory must be back.
+"""The same load for a long time against one prefill and one decode engine: afterwards every block and nearly all memory
+must be back.
 
     python -m bench.soak [--minutes 10] [--seed 1] [--json]
 
 1. Warm-up: a part of the load, so that caches, heaps and threads have the size they keep.
 2. Idle: the baseline, free blocks of every engine and memory of every process.
-3. Load: prompts that share beginnings, of mixed lengths, a third of them cancelled at any moment; every token is checked.
-4. Idle again: free blocks must be equal, memory may have grown by `MAX_GROWTH_BYTES`, nothing may have died. Else the exit code is 1.
+3. Load: prompts that share beginnings, of mixed lengths, a third of them cancelled at any moment; every token is
+   checked.
+4. Idle again: free blocks must be equal, memory may have grown by `MAX_GROWTH_BYTES`, nothing may have died. Else the
+   exit code is 1.
 """
 
 import argparse
@@ -31,7 +34,9 @@ from twopass.client import AsyncClient
 NUM_CLIENTS = 24
 MAX_WARM_UP_S = 60.0
 MAX_GROWTH_BYTES = 32 * 1024**2
-"""Per process, between two idle moments: what allocators keep, timers that have not run out, histories of bounded length."""
+"""Per process, between two idle moments: what allocators keep, timers that have not run out, histories of bounded
+length.
+"""
 IDLE_TIMEOUT_S = 60.0
 
 
@@ -66,7 +71,9 @@ class Report:
         for name, before in self.start.memory_bytes.items():
             growth = self.end.memory_bytes.get(name, 0) - before
             if growth > MAX_GROWTH_BYTES:
-                found.append(f"{name} has grown by {growth / 2**20:.1f} MiB, at most {MAX_GROWTH_BYTES / 2**20:g} are allowed")
+                found.append(
+                    f"{name} has grown by {growth / 2**20:.1f} MiB, at most {MAX_GROWTH_BYTES / 2**20:g} are allowed"
+                )
         return found
 
 
@@ -98,9 +105,13 @@ def watched(deployment: Deployment) -> Iterator[None]:
 
 
 class Load:
-    """Requests with answers that are known. Counts how they ended; raises AssertionError for a wrong token, or what the client raises."""
+    """Requests with answers that are known. Counts how they ended; raises AssertionError for a wrong token, or what the
+    client raises.
+    """
 
-    def __init__(self, client: AsyncClient, seed: int, *, cancelled: float = 1 / 3, longest_wait_s: float = 1.0) -> None:
+    def __init__(
+        self, client: AsyncClient, seed: int, *, cancelled: float = 1 / 3, longest_wait_s: float = 1.0
+    ) -> None:
         """`cancelled`: share that is given up after at most `longest_wait_s`, if not complete by then."""
         self._client, self._random = client, random.Random(seed)
         self._cancelled, self._longest_wait_s = cancelled, longest_wait_s
@@ -147,7 +158,11 @@ def idle_capacity(deployment: Deployment) -> Capacity:
         statuses = {load.address.replica_id: load.status for load in loads if load.status is not None}
         for load in loads:
             status = load.status
-            if status is None or load.in_flight or status.num_waiting + status.num_running + status.num_leases + status.num_pulls:
+            if (
+                status is None
+                or load.in_flight
+                or status.num_waiting + status.num_running + status.num_leases + status.num_pulls
+            ):
                 first.pop(load.address.replica_id, None)
             else:
                 first.setdefault(load.address.replica_id, status.seq)
@@ -194,9 +209,14 @@ def main() -> None:
     else:
         print(f"{report.minutes:g} minutes: {', '.join(f'{count} {end}' for end, count in report.answers.items())}")
         for name, before in report.start.memory_bytes.items():
-            blocks = f"{report.start.free_blocks[name]} -> {report.end.free_blocks.get(name)}" if name in report.start.free_blocks else ""
+            blocks = (
+                f"{report.start.free_blocks[name]} -> {report.end.free_blocks.get(name)}"
+                if name in report.start.free_blocks
+                else ""
+            )
             print(
-                f"{name:12} memory {before / 2**20:6.1f} -> {report.end.memory_bytes.get(name, 0) / 2**20:6.1f} MiB   free blocks {blocks}"
+                f"{name:12} memory {before / 2**20:6.1f} -> {report.end.memory_bytes.get(name, 0) / 2**20:6.1f} MiB   "
+                f"free blocks {blocks}"
             )
     problems = report.problems()
     for problem in problems:

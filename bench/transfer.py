@@ -1,7 +1,8 @@
 """How fast blocks move between two processes through shared memory: `python -m bench.transfer [--json] [--busy]`.
 
-Another process exports a cache; this one pulls scattered blocks out of it with one thread. `memcpy`: one large numpy copy between the
-same two buffers in this process, taken alternately with the pulls. Medians; GB = 1e9 bytes, each byte counted once.
+Another process exports a cache; this one pulls scattered blocks out of it with one thread. `memcpy`: one large numpy
+copy between the same two buffers in this process, taken alternately with the pulls. Medians; GB = 1e9 bytes, each byte
+counted once.
 """
 
 import argparse
@@ -43,7 +44,9 @@ def export_until_stdin_ends(block_bytes: int) -> None:
 def exporter(block_bytes: int) -> Iterator[bytes]:
     """Endpoint of a fresh exporting process."""
     command = [sys.executable, "-m", "bench.transfer", "--export", str(block_bytes)]
-    with subprocess.Popen(command, cwd=Path(__file__).parents[1], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=Path(__file__).parents[1], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         yield process.stdout.readline().encode()
 
@@ -66,7 +69,9 @@ def busy_interpreter(busy: bool) -> Iterator[None]:
         thread.join()
 
 
-def pull_seconds(peer: SharedMemoryPeer, ended: "queue.SimpleQueue[float]", src_blocks: list[int], dst_blocks: list[int]) -> float:
+def pull_seconds(
+    peer: SharedMemoryPeer, ended: "queue.SimpleQueue[float]", src_blocks: list[int], dst_blocks: list[int]
+) -> float:
     """From the call until the last byte has arrived."""
     started = time.perf_counter()
     pull = peer.pull(src_blocks, dst_blocks)
@@ -102,7 +107,11 @@ def measure(block_bytes: int, busy: bool) -> dict[str, float]:
         peer.close()
     transport.close()
     speeds = {f"{name}_gb_s": round(statistics.median(values), 2) for name, values in copies.items()}
-    return {"block_bytes": block_bytes, **speeds, "share_of_memcpy": round(speeds["pull_gb_s"] / speeds["memcpy_gb_s"], 3)}
+    return {
+        "block_bytes": block_bytes,
+        **speeds,
+        "share_of_memcpy": round(speeds["pull_gb_s"] / speeds["memcpy_gb_s"], 3),
+    }
 
 
 def _where(endpoint: bytes) -> tuple[Path, bytes]:
@@ -127,7 +136,11 @@ def main() -> None:
         return
     rows = [measure(block_bytes, arguments.busy) for block_bytes in BLOCK_BYTES]
     if arguments.json:
-        print(json.dumps({"transport": "shared_memory", "cache_bytes": CACHE_BYTES, "busy": arguments.busy, "pulls": rows}))
+        print(
+            json.dumps(
+                {"transport": "shared_memory", "cache_bytes": CACHE_BYTES, "busy": arguments.busy, "pulls": rows}
+            )
+        )
         return
     for row in rows:
         print("  ".join(f"{name} {value:g}" for name, value in row.items()))

@@ -1,4 +1,5 @@
-"""One engine from the configuration: cache, runner, scheduler, service, loop. No Ray here: an actor, a plain process or a test calls it.
+"""One engine from the configuration: cache, runner, scheduler, service, loop. No Ray here: an actor, a plain process or
+a test calls it.
 
     served = serve_model(config)                            what the model looks like; loads nothing
     build_prefill(config, address, send, prefix, resources)  -> EngineLoop, not yet started
@@ -41,7 +42,9 @@ from protocol.router_link import LinkConfig
 
 Send = Callable[[Envelope], None]
 MakeRunner = Callable[[Any, int], Runner]
-"""(cache, host blocks): the cache uint8 [num_blocks, block_bytes], numpy's on the host, torch's on a GPU; used in place."""
+"""(cache, host blocks): the cache uint8 [num_blocks, block_bytes], numpy's on the host, torch's on a GPU; used in
+place.
+"""
 
 DEFAULT_KV_CACHE_BYTES = {"torch": 1024**3, "arithmetic": 4 * 1024**2}
 """Per engine, by runner, where a pool names neither `num_blocks` nor `kv_cache_bytes`."""
@@ -62,10 +65,14 @@ class ServedModel:
 
 
 def serve_model(config: ClusterConfig) -> ServedModel:
-    """Reads configuration and headers of the model. Raises ModelError, or ConfigError for knobs that it cannot satisfy."""
+    """Reads configuration and headers of the model. Raises ModelError, or ConfigError for knobs that it cannot
+    satisfy.
+    """
     if config.model is None or config.runner == "arithmetic":
         fields: dict[str, Any] = arithmetic_model.kv_layout_fields(1)
-        served = ServedModel(layout_fields=fields, eos_token_ids=(), max_model_len=2**20, vocab_size=arithmetic_model.VOCAB_SIZE)
+        served = ServedModel(
+            layout_fields=fields, eos_token_ids=(), max_model_len=2**20, vocab_size=arithmetic_model.VOCAB_SIZE
+        )
     else:
         path = Path(config.model)
         model = check_model_dir(path)
@@ -79,7 +86,9 @@ def serve_model(config: ClusterConfig) -> ServedModel:
     check_max_model_len(config, served.max_model_len)
     for name, pool in (("prefill", config.prefill), ("decode", config.decode)):
         if pool.replicas and not is_profiled(pool) and num_blocks(config, pool, served) < 2:
-            raise ConfigError(f"{name}.kv_cache_bytes: too few for two blocks of {served.layout(pool).block_bytes} bytes")
+            raise ConfigError(
+                f"{name}.kv_cache_bytes: too few for two blocks of {served.layout(pool).block_bytes} bytes"
+            )
     return served
 
 
@@ -98,13 +107,18 @@ def is_profiled(pool: PoolConfig) -> bool:
 def num_blocks(config: ClusterConfig, pool: PoolConfig, served: ServedModel) -> int:
     """KV blocks of one engine of the pool, block 0 included. Of one that is not profiled."""
     return (
-        pool.engine.num_blocks or (pool.engine.kv_cache_bytes or DEFAULT_KV_CACHE_BYTES[config.runner]) // served.layout(pool).block_bytes
+        pool.engine.num_blocks
+        or (pool.engine.kv_cache_bytes or DEFAULT_KV_CACHE_BYTES[config.runner]) // served.layout(pool).block_bytes
     )
 
 
 def limit_warnings(config: ClusterConfig, served: ServedModel) -> list[str]:
-    """As `cluster.limits` tells them. How many blocks a profiled engine will have nobody knows yet: they count as enough."""
-    prefill, decode = (2**31 if is_profiled(pool) else num_blocks(config, pool, served) for pool in (config.prefill, config.decode))
+    """As `cluster.limits` tells them. How many blocks a profiled engine will have nobody knows yet: they count as
+    enough.
+    """
+    prefill, decode = (
+        2**31 if is_profiled(pool) else num_blocks(config, pool, served) for pool in (config.prefill, config.decode)
+    )
     return limits.limit_warnings(config, prefill_blocks=prefill, decode_blocks=decode)
 
 
@@ -114,8 +128,13 @@ def num_host_blocks(pool: PoolConfig, served: ServedModel) -> int:
 
 
 def build_prefill(config: ClusterConfig, address: Address, send: Send, prefix: str, resources: ExitStack) -> EngineLoop:
-    """A prefill engine. Lease words, and on the CPU the cache, lie in the shared-memory file `prefix` + its name. Raises StartupError."""
-    from kv_transfer.exports import DeviceExport, HostExport  # brings numba: the supervisor, which imports this module too, moves nothing
+    """A prefill engine. Lease words, and on the CPU the cache, lie in the shared-memory file `prefix` + its name.
+    Raises StartupError.
+    """
+    from kv_transfer.exports import (
+        DeviceExport,
+        HostExport,
+    )  # brings numba: the supervisor, which imports this module too, moves nothing
 
     served, pool = serve_model(config), config.prefill
     layout, on_host = served.layout(pool), config.device_of(pool) == "cpu"
@@ -170,7 +189,9 @@ def build_decode(config: ClusterConfig, address: Address, send: Send, prefix: st
 
 
 def make_cache(config: ClusterConfig, pool: PoolConfig, blocks: int, layout: KVLayout) -> Any:
-    """A zeroed cache that no other process needs to see by name: uint8 [blocks, block_bytes], numpy's on the host, torch's on a GPU."""
+    """A zeroed cache that no other process needs to see by name: uint8 [blocks, block_bytes], numpy's on the host,
+    torch's on a GPU.
+    """
     if config.device_of(pool) == "cpu":
         cache = np.empty((blocks, layout.block_bytes), np.uint8)
         cache.fill(0)  # touches every page now, so that no pull pays for it
@@ -209,7 +230,9 @@ def _loop(service: Service, runner: Runner, pool: PoolConfig, address: Address, 
     )
 
 
-def _scheduler(pool: PoolConfig, blocks: int, served: ServedModel, layout: KVLayout, proposer: Proposer | None = None) -> Scheduler:
+def _scheduler(
+    pool: PoolConfig, blocks: int, served: ServedModel, layout: KVLayout, proposer: Proposer | None = None
+) -> Scheduler:
     return Scheduler(
         pool.engine,
         num_blocks=blocks,
@@ -222,7 +245,9 @@ def _scheduler(pool: PoolConfig, blocks: int, served: ServedModel, layout: KVLay
 
 
 def _link(config: ClusterConfig) -> LinkConfig:
-    return LinkConfig(status_interval_s=config.router.status_interval_s, router_timeout_s=config.router.router_timeout_s)
+    return LinkConfig(
+        status_interval_s=config.router.status_interval_s, router_timeout_s=config.router.router_timeout_s
+    )
 
 
 def _hello(role: Any, pool: PoolConfig, blocks: int, layout: KVLayout, endpoint: bytes) -> Hello:

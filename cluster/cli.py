@@ -68,7 +68,8 @@ def _ending_here(command: Callable[P, None]) -> Callable[P, None]:
 
 
 class StopRequest:
-    """SIGINT, SIGTERM and SIGHUP: while serving the first asks for a drain and the next one interrupts; after that the rest is ignored.
+    """SIGINT, SIGTERM and SIGHUP: while serving the first asks for a drain and the next one interrupts; after that the
+    rest is ignored.
 
     A signal to the process group or cgroup reaches the private Ray and its actors too: they leave it to this process.
     """
@@ -97,13 +98,18 @@ class StopRequest:
 
 
 ConfigOption = Annotated[Path | None, typer.Option(help="YAML file; deploy/local.yaml is an example.")]
-SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides one key, as in decode.max_num_seqs=64.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Overrides one key, as in decode.max_num_seqs=64."),
+]
 
 
 def serve(
     config: ConfigOption = None,
     set_: SetOption = None,
-    drain_s: Annotated[float, typer.Option(help="Seconds that open requests get to end in after the first Ctrl-C or SIGTERM.")] = DRAIN_S,
+    drain_s: Annotated[
+        float, typer.Option(help="Seconds that open requests get to end in after the first Ctrl-C or SIGTERM.")
+    ] = DRAIN_S,
 ) -> None:
     """Runs a deployment until Ctrl-C or SIGTERM, then drains it."""
     from cluster.config import load
@@ -120,7 +126,9 @@ def serve(
         with Deployment(loaded, console.print) as deployment:
             stop.serving = True
             console.print(f"serving on {_reached_at(loaded.router.grpc_host, deployment.port)}; Ctrl-C drains")
-            console.print(f"metrics on http://{_reached_at(loaded.router.metrics_host, deployment.metrics_port, '/metrics')}")
+            console.print(
+                f"metrics on http://{_reached_at(loaded.router.metrics_host, deployment.metrics_port, '/metrics')}"
+            )
             while not stop.asked:
                 deployment.watch()
             console.print(f"draining, at most {drain_s:g} s; Ctrl-C again stops at once")
@@ -148,14 +156,23 @@ def plan(
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Of a typical request.")] = 1024,
     output_tokens: Annotated[int, typer.Option(min=1, help="Of a typical answer.")] = 256,
     running: Annotated[
-        int | None, typer.Option(min=1, help="Answers being written at once, over all engines; default: one for every seat.")
+        int | None,
+        typer.Option(min=1, help="Answers being written at once, over all engines; default: one for every seat."),
     ] = None,
-    device_memory_gib: Annotated[float | None, typer.Option(min=0, help="Of one GPU; default: of the first GPU here.")] = None,
-    gb_per_s: Annotated[float | None, typer.Option("--gb-per-s", min=0.001, help="Bandwidth of KV transfer, 10^9 bytes a second.")] = None,
-    prefill_tokens_per_s: Annotated[float | None, typer.Option(min=1, help="Prompt tokens that one engine computes in a second.")] = None,
+    device_memory_gib: Annotated[
+        float | None, typer.Option(min=0, help="Of one GPU; default: of the first GPU here.")
+    ] = None,
+    gb_per_s: Annotated[
+        float | None, typer.Option("--gb-per-s", min=0.001, help="Bandwidth of KV transfer, 10^9 bytes a second.")
+    ] = None,
+    prefill_tokens_per_s: Annotated[
+        float | None, typer.Option(min=1, help="Prompt tokens that one engine computes in a second.")
+    ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Prints JSON.")] = False,
 ) -> None:
-    """Prints what a configuration means: blocks, sequences at once, steps per prompt, and which budget binds. Starts nothing."""
+    """Prints what a configuration means: blocks, sequences at once, steps per prompt, and which budget binds. Starts
+    nothing.
+    """
     from cluster import plan as planning
     from cluster.config import load
     from cluster.plan_table import table
@@ -163,7 +180,11 @@ def plan(
     loaded = load(config, set_ or [])
     needs_gpu = any(pool.num_gpus for pool in (loaded.prefill, loaded.decode) if pool.replicas)
     device_memory_bytes = (
-        int(device_memory_gib * planning.GIB) if device_memory_gib is not None else planning.gpu_memory_bytes() if needs_gpu else None
+        int(device_memory_gib * planning.GIB)
+        if device_memory_gib is not None
+        else planning.gpu_memory_bytes()
+        if needs_gpu
+        else None
     )
     seats = loaded.decode.engine.max_num_seqs * loaded.decode.replicas
     planned = planning.plan(
@@ -171,7 +192,8 @@ def plan(
         planning.Workload(prompt_tokens=prompt_tokens, output_tokens=output_tokens, num_running=running or seats),
         device_memory_bytes=device_memory_bytes,
         rates=planning.Rates(
-            transfer_bytes_per_s=gb_per_s * 1e9 if gb_per_s is not None else None, prefill_tokens_per_s=prefill_tokens_per_s
+            transfer_bytes_per_s=gb_per_s * 1e9 if gb_per_s is not None else None,
+            prefill_tokens_per_s=prefill_tokens_per_s,
         ),
     )
     if json_:
@@ -185,14 +207,20 @@ def plan(
 def simulate(
     config: ConfigOption = None,
     set_: SetOption = None,
-    workload: Annotated[str, typer.Option(help="poisson:requests=100,rate=2,prompt=256,output=64 or a file of JSON lines.")] = "poisson",
+    workload: Annotated[
+        str, typer.Option(help="poisson:requests=100,rate=2,prompt=256,output=64 or a file of JSON lines.")
+    ] = "poisson",
     step_ms: Annotated[float, typer.Option(min=0, help="Fixed cost of a step.")] = 8.0,
     decode_ms: Annotated[float, typer.Option(min=0, help="More for each sequence that decodes.")] = 1.1,
     prompt_token_ms: Annotated[float, typer.Option(min=0, help="More for each prompt token.")] = 0.44,
-    seed: Annotated[int | None, typer.Option(min=0, help="Instead: the fault schedule of this seed, with every invariant checked.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Instead: the fault schedule of this seed, with every invariant checked.")
+    ] = None,
     replay: Annotated[bool, typer.Option("--replay", help="With --seed: prints every event.")] = False,
 ) -> None:
-    """Runs the real router, services and schedulers in virtual time: a workload on a configuration, or one fault schedule."""
+    """Runs the real router, services and schedulers in virtual time: a workload on a configuration, or one fault
+    schedule.
+    """
     if seed is not None:
         from simulator.seeds import show_seed
 
@@ -205,14 +233,21 @@ def simulate(
 
     loaded = load(config, ["runner=arithmetic", *(set_ or [])])
     served = build.serve_model(loaded)
-    num_blocks = {name: build.num_blocks(loaded, pool, served) for name, pool in (("prefill", loaded.prefill), ("decode", loaded.decode))}
-    costs = load_simulation.StepCosts(step_s=step_ms / 1e3, decode_s=decode_ms / 1e3, prompt_token_s=prompt_token_ms / 1e3)
+    num_blocks = {
+        name: build.num_blocks(loaded, pool, served)
+        for name, pool in (("prefill", loaded.prefill), ("decode", loaded.decode))
+    }
+    costs = load_simulation.StepCosts(
+        step_s=step_ms / 1e3, decode_s=decode_ms / 1e3, prompt_token_s=prompt_token_ms / 1e3
+    )
     planned = load_simulation.scenario(loaded, load_simulation.workload(workload), costs, num_blocks=num_blocks)
     typer.echo(json.dumps(load_simulation.simulate(planned), indent=2))
 
 
 def demo(
-    model: Annotated[Path | None, typer.Option(help="Hugging Face directory; without it a small model is fetched once.")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Hugging Face directory; without it a small model is fetched once.")
+    ] = None,
     json_: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Writes the same facts as JSON.")] = None,
 ) -> None:
     """One prefill engine, one decode engine and a router answer eight prompts at once."""

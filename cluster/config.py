@@ -40,7 +40,9 @@ class PoolConfig:
     num_threads: int = 1
     """Threads one engine computes with."""
     num_gpus: int = 0
-    """GPUs of one engine, 0 or 1. Ray gives them; one machine must have those of all engines together. 0: it computes on the CPU."""
+    """GPUs of one engine, 0 or 1. Ray gives them; one machine must have those of all engines together. 0: it computes
+    on the CPU.
+    """
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:
@@ -49,7 +51,10 @@ class PoolConfig:
         if self.num_threads < 1:
             raise ConfigError(f"num_threads: {self.num_threads} is below 1")
         if self.num_gpus not in (0, 1):
-            raise ConfigError(f"num_gpus: {self.num_gpus} is not 0 or 1: there is no tensor parallelism, an engine computes on one GPU")
+            raise ConfigError(
+                f"num_gpus: {self.num_gpus} is not 0 or 1: there is no tensor parallelism, an engine computes on one "
+                "GPU"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +66,9 @@ class ClusterConfig:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     runner: Literal["torch", "arithmetic"] = "torch"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: each pool on what it was given, GPUs where `num_gpus` is 1. cpu and cuda refuse a pool that was given the other."""
+    """auto: each pool on what it was given, GPUs where `num_gpus` is 1. cpu and cuda refuse a pool that was given the
+    other.
+    """
     log_level: LogLevel = "info"
     """debug adds lines about every request."""
     prefill: PoolConfig
@@ -86,7 +93,9 @@ class ClusterConfig:
                 self._check_device(name, pool)
 
     def device_of(self, pool: PoolConfig) -> Literal["cpu", "cuda"]:
-        """What its engines compute on. Not what they can see: Ray shows all of a machine's GPUs to an engine that was given none."""
+        """What its engines compute on. Not what they can see: Ray shows all of a machine's GPUs to an engine that was
+        given none.
+        """
         return "cuda" if pool.num_gpus else "cpu"
 
     def _check_device(self, name: str, pool: PoolConfig) -> None:
@@ -119,7 +128,8 @@ _HINTS: dict[str, dict[str, Any]] = {
 
 
 def load(path: Path | None, overrides: Sequence[str] = ()) -> ClusterConfig:
-    """Reads a YAML file (None: defaults) and applies `a.b=value` overrides, values being YAML typed by their field (scalars.py).
+    """Reads a YAML file (None: defaults) and applies `a.b=value` overrides, values being YAML typed by their field
+    (scalars.py).
 
     Raises ConfigError naming the key.
     """
@@ -141,7 +151,9 @@ def _typed(tree: Tree) -> Tree:
 
 
 def from_tree(tree: Mapping[str, Any]) -> ClusterConfig:
-    """Checks names, types and values of a parsed document. Raises ConfigError naming the key, and the nearest known one."""
+    """Checks names, types and values of a parsed document. Raises ConfigError naming the key, and the nearest known
+    one.
+    """
     _check_names("", tree, (*_SCALARS, *_SECTIONS))
     sections: dict[str, Tree] = {}
     for name, known in _SECTIONS.items():
@@ -153,12 +165,17 @@ def from_tree(tree: Mapping[str, Any]) -> ClusterConfig:
     held = sections["prefill"].setdefault("prompt_reservation", "hold")
     if held != "hold":
         raise ConfigError(
-            f"prefill.prompt_reservation: {held!r} is not allowed: a prompt that started in a prefill engine always finishes (hold)"
+            f"prefill.prompt_reservation: {held!r} is not allowed: a prompt that started in a prefill engine always "
+            "finishes (hold)"
         )
     if "preemption" in sections["prefill"]:
-        raise ConfigError("prefill.preemption: a prefill engine takes all blocks of a prompt at once and never preempts")
+        raise ConfigError(
+            "prefill.preemption: a prefill engine takes all blocks of a prompt at once and never preempts"
+        )
     if sections["prefill"].get("num_speculative_tokens"):
-        raise ConfigError("prefill.num_speculative_tokens: a prefill engine writes one token of an answer and never drafts")
+        raise ConfigError(
+            "prefill.num_speculative_tokens: a prefill engine writes one token of an answer and never drafts"
+        )
     return _checked(
         "",
         ClusterConfig,
@@ -172,7 +189,9 @@ def from_tree(tree: Mapping[str, Any]) -> ClusterConfig:
 
 def _pool(path: str, given: Tree) -> PoolConfig:
     engine = _checked(path, EngineConfig, {name: value for name, value in given.items() if name in _ENGINE_KNOBS})
-    return _checked(path, PoolConfig, {name: value for name, value in given.items() if name not in _ENGINE_KNOBS}, engine=engine)
+    return _checked(
+        path, PoolConfig, {name: value for name, value in given.items() if name not in _ENGINE_KNOBS}, engine=engine
+    )
 
 
 def _checked(path: str, kind: type[T], given: Tree, **parts: object) -> T:
@@ -196,7 +215,9 @@ def _check_names(path: str, given: Mapping[str, Any], known: Iterable[str]) -> N
     known = tuple(known)
     for name in given:
         if name not in known:
-            near = [f"{path}{match}" for match in difflib.get_close_matches(str(name), known, n=1)] or _elsewhere(str(name))
+            near = [f"{path}{match}" for match in difflib.get_close_matches(str(name), known, n=1)] or _elsewhere(
+                str(name)
+            )
             raise ConfigError(f"{path}{name}: no such key" + (f"; did you mean {' or '.join(near)}?" if near else ""))
 
 

@@ -37,7 +37,9 @@ STAGES = {
     "decode\nqueue": ("reserve_wait", "decode_queue"),
     "first\nstep": ("first_step",),
 }
-"""Columns of the first table, and the stages that each sums up. Queue and prefill lie before the first token, the others after it."""
+"""Columns of the first table, and the stages that each sums up. Queue and prefill lie before the first token, the
+others after it.
+"""
 
 NUM_TRAYS = 4
 REFRESH_S = 0.1
@@ -100,7 +102,8 @@ def _logbook() -> str:
     winds = ("north", "north-east", "east", "south-west", "west")
     ports = ("Bergen", "Leith", "Ostend", "Cork", "Lisbon", "Cadiz")
     return "Log of the brig Marianne.\n" + "\n".join(
-        f"Day {day}: wind from the {winds[day % 5]}, {3 + day * 7 % 11} knots. We took on {goods[day % 7]} bound for {ports[day % 6]}."
+        f"Day {day}: wind from the {winds[day % 5]}, {3 + day * 7 % 11} knots. We took on {goods[day % 7]} bound for "
+        f"{ports[day % 6]}."
         for day in range(1, 25)
     )
 
@@ -117,19 +120,27 @@ def run(model: Path | None, out: Path | None) -> None:
         console.print(_request_table(answers))
         with _waiting(console) as progress:
             progress("collecting the engines' figures")
-            engines = [_engine_facts(replica, busiest.get(replica.address, replica)) for replica in _final_loads(deployment)]
+            engines = [
+                _engine_facts(replica, busiest.get(replica.address, replica)) for replica in _final_loads(deployment)
+            ]
             progress("stopping")
             running.close()
     console.print(_engine_table(engines))
     if out is not None:
-        facts = {"model": str(model_dir), "requests": [_request_facts(answer) for answer in answers], "engines": engines}
+        facts = {
+            "model": str(model_dir),
+            "requests": [_request_facts(answer) for answer in answers],
+            "engines": engines,
+        }
         out.write_text(json.dumps(facts, indent=2, ensure_ascii=False))
 
 
 def _config(model_dir: Path) -> ClusterConfig:
     pool = {"max_model_len": 2048, "max_num_batched_tokens": 256, "max_num_seqs": 8, "kv_cache_bytes": 256 * 1024**2}
     prefill = {**pool, "long_prefill_token_threshold": 128}  # the long prompt leaves half of each step to the others
-    return from_tree({"model": str(model_dir), "prefill": prefill, "decode": pool, "router": {"grpc_port": 0, "metrics_port": 0}})
+    return from_tree(
+        {"model": str(model_dir), "prefill": prefill, "decode": pool, "router": {"grpc_port": 0, "metrics_port": 0}}
+    )
 
 
 @contextmanager
@@ -147,7 +158,9 @@ def _waiting(console: Console) -> Iterator[Progress]:
 
 
 async def _answer_all(deployment: Deployment, answers: list[Answer], console: Console) -> dict[Address, ReplicaView]:
-    """Sends all prompts at once and shows the answers as they grow. Returns each engine as it was seen with the fewest free blocks."""
+    """Sends all prompts at once and shows the answers as they grow. Returns each engine as it was seen with the fewest
+    free blocks.
+    """
     busiest: dict[Address, ReplicaView] = {}
     stopping = threading.Event()
     watching = asyncio.create_task(asyncio.to_thread(_watch, deployment, busiest, stopping))
@@ -174,12 +187,16 @@ async def _answer_all(deployment: Deployment, answers: list[Answer], console: Co
 
 
 def _watch(deployment: Deployment, busiest: dict[Address, ReplicaView], stopping: threading.Event) -> None:
-    """Keeps the deployment alive and notes every engine's fullest status in `busiest`. Raises StartupError when the router is gone."""
+    """Keeps the deployment alive and notes every engine's fullest status in `busiest`. Raises StartupError when the
+    router is gone.
+    """
     while not stopping.is_set():
         for replica in deployment.loads():
             before = busiest.get(replica.address)
             if replica.status is not None and (
-                before is None or before.status is None or replica.status.num_free_blocks < before.status.num_free_blocks
+                before is None
+                or before.status is None
+                or replica.status.num_free_blocks < before.status.num_free_blocks
             ):
                 busiest[replica.address] = replica
         deployment.watch(SAMPLE_S)
@@ -188,7 +205,9 @@ def _watch(deployment: Deployment, busiest: dict[Address, ReplicaView], stopping
 async def _answer(client: AsyncClient, answer: Answer) -> None:
     prompt, sent_at = answer.prompt, time.monotonic()
     if prompt.chat:
-        stream = client.chat([{"role": "user", "content": prompt.text}], max_tokens=prompt.max_tokens, request_id=prompt.name)
+        stream = client.chat(
+            [{"role": "user", "content": prompt.text}], max_tokens=prompt.max_tokens, request_id=prompt.name
+        )
     else:
         stream = client.generate(prompt.text, max_tokens=prompt.max_tokens, request_id=prompt.name)
     async for chunk in stream:
@@ -204,7 +223,9 @@ def _final_loads(deployment: Deployment) -> list[ReplicaView]:
     seen = {replica.address: replica.status.seq if replica.status else 0 for replica in deployment.loads()}
     while True:
         loads = deployment.loads()
-        if all(replica.status is not None and replica.status.seq > seen.get(replica.address, 0) + 1 for replica in loads):
+        if all(
+            replica.status is not None and replica.status.seq > seen.get(replica.address, 0) + 1 for replica in loads
+        ):
             return sorted(loads, key=lambda replica: replica.hello.role, reverse=True)
         deployment.watch(0.1)
 
@@ -226,10 +247,18 @@ def _request_table(answers: list[Answer]) -> Table:
     for name in ("tokens", "TTFT", *STAGES, "token\np50", "token\np99"):
         table.add_column(name, justify="right", overflow="fold")
     for answer in answers:
-        times = [answer.ttft_s, *(answer.stage_s(column) for column in STAGES), answer.inter_token_s(50), answer.inter_token_s(99)]
+        times = [
+            answer.ttft_s,
+            *(answer.stage_s(column) for column in STAGES),
+            answer.inter_token_s(50),
+            answer.inter_token_s(99),
+        ]
         milliseconds = [f"{seconds * 1e3:.0f}" for seconds in times]
         table.add_row(answer.prompt.name, f"{answer.num_prompt_tokens}+{len(answer.token_times_s)}", *milliseconds)
-    table.caption = "TTFT = queue + prefill + messages; transfer, decode queue and first step lie between the first and the second token"
+    table.caption = (
+        "TTFT = queue + prefill + messages; transfer, decode queue and first step lie between the first and the second "
+        "token"
+    )
     return table
 
 
@@ -240,7 +269,9 @@ def _engine_table(engines: list[dict[str, Any]]) -> Table:
     for name in ("steps", "blocks\nused", "KV\nmoved", "GB/s"):
         table.add_column(name, justify="right", overflow="fold")
     for engine in engines:
-        trays = "\n".join("  ".join(f"{request_id}:{num}" for request_id, num in tray.items()) for tray in engine["trays"])
+        trays = "\n".join(
+            "  ".join(f"{request_id}:{num}" for request_id, num in tray.items()) for tray in engine["trays"]
+        )
         table.add_row(
             engine["replica_id"],
             trays or "-",

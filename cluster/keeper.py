@@ -38,7 +38,13 @@ class Keeper:
     def __init__(self, prefix: str, folder: Path | None) -> None:
         command = [sys.executable, "-I", "-S", __file__, prefix, str(folder or ""), str(os.getpid())]
         process = subprocess.Popen(
-            command, cwd="/", stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0, start_new_session=True
+            command,
+            cwd="/",
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            start_new_session=True,
         )
         process.wait()  # the keeper itself is its child
         assert process.stdin is not None
@@ -90,7 +96,9 @@ def main(prefix: str, folder: str, supervisor: int) -> None:
 
 
 def end_everything(prefix: str, folder: str, supervisor: int) -> None:
-    """Until a look finds nothing. What has started meanwhile is found by the next; without its folder Ray starts nothing."""
+    """Until a look finds nothing. What has started meanwhile is found by the next; without its folder Ray starts
+    nothing.
+    """
     until = time.monotonic() + TIMEOUT_S
     while time.monotonic() < until:
         ended = kill_writers(f"{folder}/", spare={supervisor, os.getpid()}) if folder else 0
@@ -105,7 +113,9 @@ def end_everything(prefix: str, folder: str, supervisor: int) -> None:
 
 def kill_writers(folder: str, spare: set[int]) -> int:
     """Kills every process that has a file open for writing below `folder`, which ends in a slash; returns how many."""
-    return sum(_kill_writer(pid, folder) for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if pid not in spare)
+    return sum(
+        _kill_writer(pid, folder) for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if pid not in spare
+    )
 
 
 def _kill_writer(pid: int, folder: str) -> bool:

@@ -1,4 +1,6 @@
-"""What the limits of single engines mean for the deployment: which prompts are refused, and which go past the prefill pool."""
+"""What the limits of single engines mean for the deployment: which prompts are refused, and which go past the prefill
+pool.
+"""
 
 from cluster.config import ClusterConfig
 
@@ -13,10 +15,19 @@ def limit_warnings(config: ClusterConfig, *, prefill_blocks: int, decode_blocks:
     if max(alone, split) < promised:
         warnings.append(f"prompts of more than {max(alone, split)} tokens are refused: no engine computes them")
     if 0 < split < alone:
-        warnings.append(f"prompts of more than {split} tokens are computed by decode engines alone: prefill engines do not take them")
+        warnings.append(
+            f"prompts of more than {split} tokens are computed by decode engines alone: prefill engines do not take "
+            "them"
+        )
     if 0 < alone < split:
-        warnings.append(f"prompts of more than {alone} tokens are refused while no prefill engine is up: decode engines do not take them")
+        warnings.append(
+            f"prompts of more than {alone} tokens are refused while no prefill engine is up: decode engines do not "
+            "take them"
+        )
     held = prefill.max_known_tokens(prefill_blocks)
     if mode == "strict" and held < promised:
-        warnings.append(f"requests of more than {held} tokens, answer included, are refused: strict, and prefill engines hold no more")
+        warnings.append(
+            f"requests of more than {held} tokens, answer included, are refused: strict, and prefill engines hold no "
+            "more"
+        )
     return warnings

@@ -1,6 +1,8 @@
-"""`twopass plan`: what the knobs mean, worked out from the configuration and the model's config.json before anything starts.
+"""`twopass plan`: what the knobs mean, worked out from the configuration and the model's config.json before anything
+starts.
 
-blocks            num_blocks, or kv_cache_bytes / block, or (gpu_memory_utilization x device memory - weights - activations) / block
+blocks            num_blocks, or kv_cache_bytes / block, or (gpu_memory_utilization x device memory - weights -
+                  activations) / block
 N_max             whole sequences of the load that the usable blocks hold; block 0 is never used
 steps per prompt  prompt / what the token budget leaves beside the decodes of a step
 ceilings          sequences at once that each budget allows; the lowest one below the load binds
@@ -93,23 +95,39 @@ class Plan:
     warnings: list[str]
 
 
-def plan(config: ClusterConfig, load: Workload, *, device_memory_bytes: int | None = None, rates: Rates | None = None) -> Plan:
-    """Raises ConfigError where nothing can be computed, ModelError for an unreadable config.json. Weights need not be there."""
+def plan(
+    config: ClusterConfig, load: Workload, *, device_memory_bytes: int | None = None, rates: Rates | None = None
+) -> Plan:
+    """Raises ConfigError where nothing can be computed, ModelError for an unreadable config.json. Weights need not be
+    there.
+    """
     model = read_config(Path(config.model)) if config.model is not None and config.runner != "arithmetic" else None
     if model is not None:
         check_max_model_len(config, model.max_position_embeddings)
     pools = [_pool_plan(role, pool, config, model, load, device_memory_bytes) for role, pool in _pools(config)]
     decode, rates = pools[-1], rates or Rates()
     prompt_kv_bytes = ceil(load.prompt_tokens / config.decode.engine.block_size) * decode.block_bytes
-    transfer_s = prompt_kv_bytes / rates.transfer_bytes_per_s if rates.transfer_bytes_per_s and config.prefill.replicas else None
+    transfer_s = (
+        prompt_kv_bytes / rates.transfer_bytes_per_s if rates.transfer_bytes_per_s and config.prefill.replicas else None
+    )
     prefill_s = load.prompt_tokens / rates.prefill_tokens_per_s if rates.prefill_tokens_per_s else None
     warnings = [warning for pool in zip(_pools(config), pools, strict=True) for warning in _pool_warnings(*pool, load)]
-    warnings += limit_warnings(config, prefill_blocks=pools[0].num_usable_blocks + 1, decode_blocks=decode.num_usable_blocks + 1)
+    warnings += limit_warnings(
+        config, prefill_blocks=pools[0].num_usable_blocks + 1, decode_blocks=decode.num_usable_blocks + 1
+    )
     if transfer_s is not None and prefill_s is not None and transfer_s > prefill_s:
         warnings.append(
-            f"transfer: {transfer_s:.3g} s for one prompt is longer than its prefill, {prefill_s:.3g} s: it cannot hide behind it"
+            f"transfer: {transfer_s:.3g} s for one prompt is longer than its prefill, {prefill_s:.3g} s: it cannot "
+            "hide behind it"
         )
-    return Plan(load=load, pools=pools, prompt_kv_bytes=prompt_kv_bytes, transfer_s=transfer_s, prefill_s=prefill_s, warnings=warnings)
+    return Plan(
+        load=load,
+        pools=pools,
+        prompt_kv_bytes=prompt_kv_bytes,
+        transfer_s=transfer_s,
+        prefill_s=prefill_s,
+        warnings=warnings,
+    )
 
 
 def gpu_memory_bytes() -> int | None:
@@ -178,7 +196,9 @@ def _layout(config: ClusterConfig, model: ModelConfig | None, block_size: int) -
 
 
 def _activation_bytes(model: ModelConfig, engine: EngineConfig, dtype_bytes: int) -> int:
-    """Alive at once in the widest layer: the residual and its norm, gate, up and their product; then the logits of every sampled token."""
+    """Alive at once in the widest layer: the residual and its norm, gate, up and their product; then the logits of
+    every sampled token.
+    """
     per_token = (2 * model.hidden_size + 3 * model.intermediate_size) * dtype_bytes
     num_logits = engine.max_num_seqs * (1 + engine.num_speculative_tokens)
     return engine.max_num_batched_tokens * per_token + num_logits * model.vocab_size * LOGIT_BYTES
@@ -190,9 +210,14 @@ def _num_blocks(key: str, pool: PoolConfig, runner: str, block_bytes: int, free_
     if engine.num_blocks:
         return engine.num_blocks, "num_blocks"
     if engine.kv_cache_bytes or not pool.num_gpus:
-        num_bytes, name = engine.kv_cache_bytes or DEFAULT_KV_CACHE_BYTES[runner], "kv_cache_bytes" if engine.kv_cache_bytes else "default"
+        num_bytes, name = (
+            engine.kv_cache_bytes or DEFAULT_KV_CACHE_BYTES[runner],
+            "kv_cache_bytes" if engine.kv_cache_bytes else "default",
+        )
     elif free_bytes is None:
-        raise ConfigError(f"{key}.num_blocks: unknown: name it, or kv_cache_bytes, or the GPU's memory (--device-memory-gib)")
+        raise ConfigError(
+            f"{key}.num_blocks: unknown: name it, or kv_cache_bytes, or the GPU's memory (--device-memory-gib)"
+        )
     else:
         num_bytes, name = free_bytes, "gpu_memory_utilization"
     if num_bytes < 2 * block_bytes:
@@ -214,7 +239,9 @@ def _ceilings(role: str, engine: EngineConfig, load: Workload, num_contexts: int
     return {"max_num_seqs": engine.max_num_seqs, "max_num_batched_tokens": allowed, "KV blocks": num_contexts}
 
 
-def _prompt_tokens_per_step(role: str, engine: EngineConfig, load: Workload, num_contexts: int, num_running: int) -> int:
+def _prompt_tokens_per_step(
+    role: str, engine: EngineConfig, load: Workload, num_contexts: int, num_running: int
+) -> int:
     if role == "prefill":
         return min(engine.max_num_seqs, num_contexts) * _chunk_cap(engine, load.prompt_tokens)
     return ceil(num_running * load.prompt_tokens / load.output_tokens) if role == "colocated" else 0
@@ -228,7 +255,8 @@ def _chunk_cap(engine: EngineConfig, prompt_tokens: int) -> int:
 def _first_chunk(engine: EngineConfig, prompt_tokens: int, num_decodes: int, *, alone: bool) -> int:
     """Tokens of the first step of a prompt; 0: it never gets in. `alone`: nothing else runs, which lifts the threshold.
 
-    Where drafts want more than there is, a prompt gets as many as each decode beyond its one; they make room for one that is not cut.
+    Where drafts want more than there is, a prompt gets as many as each decode beyond its one; they make room for one
+    that is not cut.
     """
     room = engine.max_num_batched_tokens - num_decodes
     if not engine.enable_chunked_prefill:
@@ -248,24 +276,47 @@ def _pool_warnings(given: tuple[str, PoolConfig], pool: PoolPlan, load: Workload
     budget, seats, threshold = engine.max_num_batched_tokens, engine.max_num_seqs, engine.long_prefill_token_threshold
     prompt_blocks = ceil(load.prompt_tokens / engine.block_size)
     if (drafts := engine.num_speculative_tokens) and seats * (1 + drafts) > budget:
-        yield f"{key}.max_num_seqs: {seats} sequences with {drafts} drafts each do not fit into a step of max_num_batched_tokens {budget}"
+        yield (
+            f"{key}.max_num_seqs: {seats} sequences with {drafts} drafts each do not fit into a step of "
+            f"max_num_batched_tokens {budget}"
+        )
     if pool.role != "prefill" and seats > FAR_ABOVE * pool.num_contexts:
-        yield f"{key}.max_num_seqs: {seats} seats, but the blocks hold {pool.num_contexts} sequences of this load: expect preemptions"
+        yield (
+            f"{key}.max_num_seqs: {seats} seats, but the blocks hold {pool.num_contexts} sequences of this load: "
+            "expect preemptions"
+        )
     if threshold and (steps := ceil(load.prompt_tokens / threshold)) >= MANY_STEPS * ceil(load.prompt_tokens / budget):
         alone = ceil(load.prompt_tokens / budget)
-        yield f"{key}.long_prefill_token_threshold: {threshold} makes {steps} steps of a prompt that takes {alone} without it"
+        yield (
+            f"{key}.long_prefill_token_threshold: {threshold} makes {steps} steps of a prompt that takes {alone} "
+            "without it"
+        )
     if not engine.enable_chunked_prefill and budget < engine.max_model_len - 1:
-        yield f"{key}.max_num_batched_tokens: {budget} is the longest prompt without chunking, max_model_len is {engine.max_model_len}"
+        yield (
+            f"{key}.max_num_batched_tokens: {budget} is the longest prompt without chunking, max_model_len is "
+            f"{engine.max_model_len}"
+        )
     if engine.watermark and int(engine.watermark * pool.num_usable_blocks) + prompt_blocks > pool.num_usable_blocks:
-        yield f"{key}.watermark: {engine.watermark:g} leaves too little for one prompt: it gets in only when nothing runs"
+        yield (
+            f"{key}.watermark: {engine.watermark:g} leaves too little for one prompt: it gets in only when nothing runs"
+        )
     if pool.role != "prefill" and pool.num_usable_blocks * engine.block_size < engine.max_model_len - 1:
         tokens = pool.num_usable_blocks * engine.block_size
-        yield f"{key}.max_model_len: {engine.max_model_len}, but all blocks together hold {tokens} tokens: longer requests are refused"
+        yield (
+            f"{key}.max_model_len: {engine.max_model_len}, but all blocks together hold {tokens} tokens: longer "
+            "requests are refused"
+        )
     if engine.cuda_graph_sizes and engine.cuda_graph_sizes[-1] < seats:
-        yield f"{key}.cuda_graph_sizes: {engine.cuda_graph_sizes[-1]} is the largest; steps of up to {seats} decodes run without a graph"
+        yield (
+            f"{key}.cuda_graph_sizes: {engine.cuda_graph_sizes[-1]} is the largest; steps of up to {seats} decodes run "
+            "without a graph"
+        )
     if load.prompt_tokens + (0 if pool.role == "prefill" else load.output_tokens) > engine.max_model_len:
         yield f"{key}.max_model_len: {engine.max_model_len} is too short for the load"
     if pool.num_contexts < 1:
         yield f"{key}: {pool.num_usable_blocks} blocks hold not one sequence of this load"
     if pool.steps_per_prompt is None:
-        yield f"{key}.max_num_batched_tokens: a prompt of {load.prompt_tokens} tokens never gets in beside {pool.num_running} decodes"
+        yield (
+            f"{key}.max_num_batched_tokens: a prompt of {load.prompt_tokens} tokens never gets in beside "
+            f"{pool.num_running} decodes"
+        )

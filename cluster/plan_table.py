@@ -10,7 +10,8 @@ def table(plan: Plan) -> Table:
     """One column per pool; warnings are printed apart."""
     load = plan.load
     result = Table(
-        title=f"{load.num_running} answers at once, {load.prompt_tokens} prompt tokens, {load.output_tokens} output tokens",
+        title=f"{load.num_running} answers at once, {load.prompt_tokens} prompt tokens, {load.output_tokens} output "
+        "tokens",
         title_justify="left",
         box=box.SIMPLE_HEAD,
         padding=0,

@@ -1,12 +1,15 @@
-"""`RAY_ADDRESS`: which Ray a deployment is given. It is asked for a sign of life: Ray's client would wait for minutes."""
+"""`RAY_ADDRESS`: which Ray a deployment is given. It is asked for a sign of life: Ray's client would wait for
+minutes.
+"""
 
 import math
 import os
 import socket
 from typing import NamedTuple
 
-# Before Ray is imported: it reads these once. A given cluster says itself whether it wants a token and how urgent its workers are; for a
-# private one Ray would write a token file that makes later job submissions fail, and step aside (nice 15) for whatever else runs here.
+# Before Ray is imported: it reads these once. A given cluster says itself whether it wants a token and how urgent its
+# workers are; for a private one Ray would write a token file that makes later job submissions fail, and step aside
+# (nice 15) for whatever else runs here.
 if os.environ.get("RAY_ADDRESS", "") in ("", "local"):
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_worker_niceness", "0")
@@ -62,7 +65,10 @@ def parse(text: str) -> GcsAddress:
     remedy = "give HOST:PORT of its GCS, usually port 6379, or unset RAY_ADDRESS for a private Ray"
     if separator:
         names = {"http": "a dashboard", "https": "a dashboard", "ray": "a Ray client's server"}
-        raise ConfigError(f"RAY_ADDRESS: {text} names {names.get(scheme, 'no GCS')}, through which no deployment joins a Ray; {remedy}")
+        raise ConfigError(
+            f"RAY_ADDRESS: {text} names {names.get(scheme, 'no GCS')}, through which no deployment joins a Ray; "
+            f"{remedy}"
+        )
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ConfigError(f"RAY_ADDRESS: {text} is not HOST:PORT; {remedy}")
@@ -70,10 +76,14 @@ def parse(text: str) -> GcsAddress:
 
 
 def _noted(text: str) -> GcsAddress:
-    """What `ray start` has noted on this machine. Ray itself would also join any GCS that it finds in the process table."""
+    """What `ray start` has noted on this machine. Ray itself would also join any GCS that it finds in the process
+    table.
+    """
     noted = ray._private.utils.read_ray_address()
     if noted is None:
-        raise StartupError(f"RAY_ADDRESS: {text} means the Ray that `ray start` started on this machine, and it has started none")
+        raise StartupError(
+            f"RAY_ADDRESS: {text} means the Ray that `ray start` started on this machine, and it has started none"
+        )
     return parse(noted)
 
 
@@ -93,13 +103,17 @@ def _require_answer(text: str, address: GcsAddress) -> None:
                 return
             raise StartupError(f"RAY_ADDRESS: what listens at {name} is no Ray's GCS: {error.code().name}") from None
     if any(node.object_store_socket_name.startswith(PRIVATE_FOLDERS) for node in nodes):
-        raise StartupError(f"RAY_ADDRESS: {name} is the private Ray of another deployment, and ends with it; unset RAY_ADDRESS")
+        raise StartupError(
+            f"RAY_ADDRESS: {name} is the private Ray of another deployment, and ends with it; unset RAY_ADDRESS"
+        )
     if not any(node.state == gcs_pb2.GcsNodeInfo.ALIVE for node in nodes):
         raise StartupError(f"RAY_ADDRESS: the Ray at {name} has no machine that is alive")
 
 
 def job_warning(drain_s: float) -> str:
-    """What to say at the start of a Ray job that `ray job stop` would kill in the middle of its drain; empty otherwise."""
+    """What to say at the start of a Ray job that `ray job stop` would kill in the middle of its drain; empty
+    otherwise.
+    """
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:
         return ""
     wait = os.environ.get(JOB_STOP_WAIT, "")
@@ -107,4 +121,7 @@ def job_warning(drain_s: float) -> str:
     if wait_s >= drain_s + STOP_S:
         return ""
     needed = f"""--runtime-env-json '{{"env_vars": {{"{JOB_STOP_WAIT}": "{math.ceil(drain_s + STOP_S)}"}}}}'"""
-    return f"`ray job stop` kills this job {wait_s} s after it asked for a drain of up to {drain_s:g} s: submit it with {needed}"
+    return (
+        f"`ray job stop` kills this job {wait_s} s after it asked for a drain of up to {drain_s:g} s: submit it with "
+        f"{needed}"
+    )

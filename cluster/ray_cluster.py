@@ -8,7 +8,11 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cluster.ray_address import GcsAddress, given_address, is_given  # before Ray: sets what that reads when it is imported
+from cluster.ray_address import (
+    GcsAddress,
+    given_address,
+    is_given,
+)  # before Ray: sets what that reads when it is imported
 
 # isort: split
 import ray
@@ -61,7 +65,9 @@ class RayCluster:
     def __init__(self, namespace: str, prefix: str) -> None:
         """`prefix`: of the deployment's files in shared memory."""
         self._namespace, self._prefix = namespace, prefix
-        self._thread = ThreadPoolExecutor(1, "ray", initializer=signal.pthread_sigmask, initargs=(signal.SIG_BLOCK, STOP_SIGNALS))
+        self._thread = ThreadPoolExecutor(
+            1, "ray", initializer=signal.pthread_sigmask, initargs=(signal.SIG_BLOCK, STOP_SIGNALS)
+        )
         self._begun = False
         self._call: Future[Any] | None = None
         """The last one of `do`."""
@@ -76,7 +82,8 @@ class RayCluster:
         self._bundles: Sequence[Bundle] = ()
 
     def open(self, *, num_cpus: int, num_gpus: int) -> None:
-        """Joins the given Ray, or starts a private one with `num_cpus` (declared, no limit) and this machine's GPUs, if any.
+        """Joins the given Ray, or starts a private one with `num_cpus` (declared, no limit) and this machine's GPUs, if
+        any.
 
         Raises ConfigError, StartupError, CapacityError, ClusterLost. `close` is due whatever happens.
         """
@@ -95,13 +102,16 @@ class RayCluster:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, unblocked)
 
     def place(self, bundles: Sequence[Bundle], timeout_s: float = 60.0) -> None:
-        """Takes one bundle per engine, all on one machine: KV travels through its memory. Raises CapacityError if none has them in time.
+        """Takes one bundle per engine, all on one machine: KV travels through its memory. Raises CapacityError if none
+        has them in time.
 
         A private Ray does not grow: there the wait is shorter.
         """
         resources = [{"CPU": num_cpus, **({"GPU": num_gpus} if num_gpus else {})} for num_cpus, num_gpus in bundles]
         self._group, self._bundles = self.do(placement_group, resources, strategy="STRICT_PACK"), bundles
-        if not self.do(self._group.wait, min(timeout_s, _PRIVATE_TIMEOUT_S) if self.folder else timeout_s, timeout_s=2 * timeout_s):
+        if not self.do(
+            self._group.wait, min(timeout_s, _PRIVATE_TIMEOUT_S) if self.folder else timeout_s, timeout_s=2 * timeout_s
+        ):
             free = self.do(ray.available_resources)
             num_cpus, num_gpus = (sum(column) for column in zip(*bundles, strict=True))
             raise CapacityError(
@@ -110,12 +120,18 @@ class RayCluster:
             )
 
     def spawn(self, kind: type, address: Address, *args: object, bundle: int | None = None) -> Actor:
-        """Starts an actor, at once; errors of its constructor come with its first call. `bundle`: its place; None: on this machine."""
+        """Starts an actor, at once; errors of its constructor come with its first call. `bundle`: its place; None: on
+        this machine.
+        """
         options: dict[str, Any] = {"name": actor_name(address), "num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
         if bundle is None:
-            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(
+                ray.get_runtime_context().get_node_id(), soft=False
+            )
         else:
-            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=bundle
+            )
             options["num_cpus"], options["num_gpus"] = self._bundles[bundle]
         return Actor(address, self.do(ray.remote(kind).options(**options).remote, *args), self)
 
@@ -137,7 +153,9 @@ class RayCluster:
             self.check()
 
     def result(self, reference: Any, timeout_s: float = 60.0) -> Any:
-        """What a call returned. An exception from the actor is raised as the actor raised it. Raises ClusterLost, StartupError."""
+        """What a call returned. An exception from the actor is raised as the actor raised it. Raises ClusterLost,
+        StartupError.
+        """
         if not self.ready(reference, timeout_s):
             raise StartupError(f"an actor has not answered within {timeout_s:g} s")
         try:
@@ -174,7 +192,11 @@ class RayCluster:
         shutdown = self._thread.submit(ray.shutdown)
         if self._opened and not stuck and not self._parts.lost():
             # Its client leaves a living Ray; then Ray would ask one process after the other to end, and wait for each.
-            while not wait([shutdown], 0.02).done and time.monotonic() < until and (ray.is_initialized() or self.folder is None):
+            while (
+                not wait([shutdown], 0.02).done
+                and time.monotonic() < until
+                and (ray.is_initialized() or self.folder is None)
+            ):
                 continue
         patience_s = _CLOSE_TIMEOUT_S if self.folder is not None else _GIVEN_TIMEOUT_S
         if self._keeper is not None:
@@ -187,7 +209,9 @@ class RayCluster:
             self.folder.remove()
 
     def _keep(self, parent: Path | None = None) -> None:
-        """Makes a private folder below `parent`, if given, and starts the keeper. In Ray's thread no signal comes between."""
+        """Makes a private folder below `parent`, if given, and starts the keeper. In Ray's thread no signal comes
+        between.
+        """
         try:
             self.folder = PrivateFolder.create(parent) if parent else None
             self._keeper = Keeper(self._prefix, self.folder.path if self.folder else None)
@@ -221,14 +245,20 @@ class RayCluster:
     def _join(self, address: GcsAddress) -> None:
         self.do(self._keep)
         try:
-            self.do(ray.init, address=str(address), namespace=self._namespace, log_to_driver=False, logging_level="error")
+            self.do(
+                ray.init, address=str(address), namespace=self._namespace, log_to_driver=False, logging_level="error"
+            )
         except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
-            raise StartupError(f"RAY_ADDRESS: cannot join the Ray at {address}: {' '.join(str(error).split())}") from None
+            raise StartupError(
+                f"RAY_ADDRESS: cannot join the Ray at {address}: {' '.join(str(error).split())}"
+            ) from None
         self._parts = self.do(_given_parts, address)
 
 
 def _take_signals_back() -> None:
-    """Installs Python's handlers again: Ray's client puts its own before them, which aborts three seconds after SIGTERM."""
+    """Installs Python's handlers again: Ray's client puts its own before them, which aborts three seconds after
+    SIGTERM.
+    """
     if threading.current_thread() is threading.main_thread():
         for number in STOP_SIGNALS:
             handler = signal.getsignal(number)
@@ -238,7 +268,9 @@ def _take_signals_back() -> None:
 
 def _let_signals_in() -> None:
     """Calls Python's handlers of blocked signals that are waiting, whoever's handlers the process has at the moment."""
-    while threading.current_thread() is threading.main_thread() and (waiting := signal.sigpending() & set(STOP_SIGNALS)):
+    while threading.current_thread() is threading.main_thread() and (
+        waiting := signal.sigpending() & set(STOP_SIGNALS)
+    ):
         number = min(waiting)
         handler = signal.getsignal(number)
         if not callable(handler):

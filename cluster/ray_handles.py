@@ -1,4 +1,6 @@
-"""Ray's actors, typed and by address, the mailbox through which they reach each other, and the folder of a private Ray."""
+"""Ray's actors, typed and by address, the mailbox through which they reach each other, and the folder of a private
+Ray.
+"""
 
 import fcntl
 import os
@@ -31,7 +33,9 @@ def actor_name(address: Address) -> str:
 
 
 class Mailbox:
-    """Sends envelopes to actors of one deployment. A receiver that is dead or unknown drops the message, as the protocol allows."""
+    """Sends envelopes to actors of one deployment. A receiver that is dead or unknown drops the message, as the
+    protocol allows.
+    """
 
     def __init__(self, namespace: str) -> None:
         self._namespace = namespace
@@ -68,7 +72,9 @@ class Actor:
         return getattr(self.handle, method).remote(*args)
 
     def call(self, method: str, *args: object, timeout_s: float = 60.0) -> Any:
-        """Calls a method and waits for its result. Raises ActorDied, ClusterLost, and whatever the method raised, as itself."""
+        """Calls a method and waits for its result. Raises ActorDied, ClusterLost, and whatever the method raised, as
+        itself.
+        """
         return self.cluster.result(self.start(method, *args), timeout_s)
 
     def kill(self) -> None:
@@ -77,7 +83,9 @@ class Actor:
 
 @dataclass(frozen=True, slots=True)
 class PrivateFolder:
-    """Where a private Ray keeps its sockets and logs. It is locked as long as its process lives; a later one removes it if that died."""
+    """Where a private Ray keeps its sockets and logs. It is locked as long as its process lives; a later one removes it
+    if that died.
+    """
 
     path: Path
     lock_fd: int
@@ -86,7 +94,8 @@ class PrivateFolder:
     def create(cls, parent: Path) -> "PrivateFolder":
         """`parent`/twopass-<pid>-<random>. Unix sockets lie below it, so the path must stay short.
 
-        Raises StartupError where that or shared memory cannot be written: Ray would only fail to come up, half a minute later.
+        Raises StartupError where that or shared memory cannot be written: Ray would only fail to come up, half a minute
+        later.
         """
         if not os.access(_SHARED_MEMORY, os.W_OK):
             raise StartupError(f"{_SHARED_MEMORY}: cannot be written; Ray's object store and the KV caches lie there")

@@ -1,7 +1,8 @@
-"""YAML whose scalars are typed by the field they are for: a field of text takes `off`, `010` or `1e5` as they are written.
+"""YAML whose scalars are typed by the field they are for: a field of text takes `off`, `010` or `1e5` as they are
+written.
 
-Where the field says nothing, the words and numbers of YAML 1.2 count: `true` and `false`, decimal, 0o17, 0x1f, 1e-3. A boolean field takes
-the older `on`, `off`, `yes` and `no` as well. What stands in quotes is text everywhere.
+Where the field says nothing, the words and numbers of YAML 1.2 count: `true` and `false`, decimal, 0o17, 0x1f, 1e-3. A
+boolean field takes the older `on`, `off`, `yes` and `no` as well. What stands in quotes is text everywhere.
 """
 
 import re
@@ -44,7 +45,9 @@ def parse(text: str) -> Any:
 
 
 def argument(text: str, hint: Any = None) -> Any:
-    """What stands behind KEY= on a command line, as `parse` gives it: a field of text gets all of it, unless it is in quotes."""
+    """What stands behind KEY= on a command line, as `parse` gives it: a field of text gets all of it, unless it is in
+    quotes.
+    """
     text = text.strip()
     try:
         value = parse(text)

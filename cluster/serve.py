@@ -2,10 +2,13 @@
 
 1. The model is checked and Ray opened; nothing else has started if that fails.
 2. The router starts first, so that engines have someone to greet, and takes its port.
-3. Engines start side by side. A new one is made known to the router, which speaks first; the engine answers with `Hello`.
-4. `watch` looks at every process. A dead engine is reported to the router, its memory removed, and it comes back under a higher epoch.
-   A dead router comes back on the same port, under a higher epoch too, and is told of every live engine; the requests it had are lost.
-5. `drain` lets open requests end; `stop` ends all processes and leaves no process, shared memory, folder or port behind.
+3. Engines start side by side. A new one is made known to the router, which speaks first; the engine answers with
+   `Hello`.
+4. `watch` looks at every process. A dead engine is reported to the router, its memory removed, and it comes back under
+   a higher epoch. A dead router comes back on the same port, under a higher epoch too, and is told of every live
+   engine; the requests it had are lost.
+5. `drain` lets open requests end; `stop` ends all processes and leaves no process, shared memory, folder or port
+   behind.
 6. When a part of Ray itself dies, nothing can be watched or replaced any more: every step raises ClusterLost.
 """
 
@@ -110,7 +113,9 @@ class Deployment:
         self.stop()
 
     def actor(self, replica_id: str) -> Actor:
-        """The process that fills a place now, `ROUTER_ID` included. Raises KeyError for an unknown place, StartupError for an empty one."""
+        """The process that fills a place now, `ROUTER_ID` included. Raises KeyError for an unknown place, StartupError
+        for an empty one.
+        """
         return {place.replica_id: place for place in (self._router, *self._engines)}[replica_id].live
 
     def loads(self) -> list[ReplicaView]:
@@ -133,7 +138,9 @@ class Deployment:
         time.sleep(timeout_s)
 
     def drain(self, deadline_s: float) -> int | None:
-        """Takes nothing new and waits for open requests; returns how many did not end in time. None: the router died, all are lost."""
+        """Takes nothing new and waits for open requests; returns how many did not end in time. None: the router died,
+        all are lost.
+        """
         self._drained_at = time.monotonic() + deadline_s
         try:
             router = self._router.live
@@ -178,7 +185,9 @@ class Deployment:
         self._engines = [ReplicaProcess(name, role, bundle) for bundle, (name, role) in enumerate(names)]
         bundles = [Bundle(pool.num_threads, pool.num_gpus) for pool in map(self._pool, self._engines)]
         self.progress("starting Ray")
-        self._ray.open(num_cpus=sum(bundle.num_cpus for bundle in bundles), num_gpus=sum(bundle.num_gpus for bundle in bundles))
+        self._ray.open(
+            num_cpus=sum(bundle.num_cpus for bundle in bundles), num_gpus=sum(bundle.num_gpus for bundle in bundles)
+        )
         self._ray.place(bundles)
         self.progress(f"starting the router, {', '.join(engine.replica_id for engine in self._engines)}")
         for place in (self._router, *self._engines):
@@ -206,7 +215,9 @@ class Deployment:
 
     def _unheard(self) -> list[str]:
         heard = {load.address for load in self.loads()}
-        return [engine.replica_id for engine in self._engines if engine.actor is None or engine.actor.address not in heard]
+        return [
+            engine.replica_id for engine in self._engines if engine.actor is None or engine.actor.address not in heard
+        ]
 
     def _launch(self, place: ReplicaProcess) -> None:
         config, now = self.config, time.monotonic()
@@ -214,11 +225,20 @@ class Deployment:
         if place.role == "router":
             router = replace(config.router, grpc_port=self.port, metrics_port=self.metrics_port)
             model_dir = Path(config.model) if config.model is not None else None
-            place.actor = self._ray.spawn(RouterActor, address, address, config.log_level, router, model_dir, self._vocab_size, mailbox)
-        else:
-            kind, make = (PrefillActor, build.build_prefill) if place.role == "prefill" else (DecodeActor, build.build_decode)
             place.actor = self._ray.spawn(
-                kind, address, address, config.log_level, partial(make, config, address, mailbox, self.prefix), bundle=place.bundle
+                RouterActor, address, address, config.log_level, router, model_dir, self._vocab_size, mailbox
+            )
+        else:
+            kind, make = (
+                (PrefillActor, build.build_prefill) if place.role == "prefill" else (DecodeActor, build.build_decode)
+            )
+            place.actor = self._ray.spawn(
+                kind,
+                address,
+                address,
+                config.log_level,
+                partial(make, config, address, mailbox, self.prefix),
+                bundle=place.bundle,
             )
         place.state, place.since = "starting", now
         place.ask("start", now)

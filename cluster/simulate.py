@@ -1,9 +1,11 @@
-"""A deployment under a workload, in virtual time: throughput and latency together, from a configuration and a cost per step.
+"""A deployment under a workload, in virtual time: throughput and latency together, from a configuration and a cost per
+step.
 
     twopass simulate --config deploy/local.yaml --workload poisson:requests=200,rate=2,prompt=512,output=128
 
-The router, services and schedulers are the real ones, with the configuration's knobs. Step times come from `StepCosts`, tokens from the
-arithmetic model. A workload is `poisson:...` or a file of JSON lines `{"at_s": 0.0, "prompt_tokens": 512, "output_tokens": 128}`.
+The router, services and schedulers are the real ones, with the configuration's knobs. Step times come from `StepCosts`,
+tokens from the arithmetic model. A workload is `poisson:...` or a file of JSON lines `{"at_s": 0.0, "prompt_tokens":
+512, "output_tokens": 128}`.
 """
 
 import json
@@ -29,7 +31,9 @@ POISSON_DEFAULTS = {"requests": 100.0, "rate": 2.0, "prompt": 256.0, "output": 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
-    """Seconds. The defaults are what SmolLM2-135M in bf16 takes on one thread of a server CPU: `python -m bench.preemption_modes`."""
+    """Seconds. The defaults are what SmolLM2-135M in bf16 takes on one thread of a server CPU: `python -m
+    bench.preemption_modes`.
+    """
 
     step_s: float = 0.008
     decode_s: float = 0.0011
@@ -77,10 +81,14 @@ def _from_file(path: Path) -> list[tuple[float, int, int]]:
     except OSError as error:
         raise ConfigError(f"workload: {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"workload: {path}: not JSON lines of at_s, prompt_tokens, output_tokens: {error!r}") from None
+        raise ConfigError(
+            f"workload: {path}: not JSON lines of at_s, prompt_tokens, output_tokens: {error!r}"
+        ) from None
 
 
-def scenario(config: ClusterConfig, requests: list[tuple[float, int, int]], costs: StepCosts, *, num_blocks: dict[str, int]) -> Scenario:
+def scenario(
+    config: ClusterConfig, requests: list[tuple[float, int, int]], costs: StepCosts, *, num_blocks: dict[str, int]
+) -> Scenario:
     """`num_blocks`: of each pool's engines, by "prefill" and "decode"."""
 
     return Scenario(
@@ -105,7 +113,9 @@ def _clients(requests: list[tuple[float, int, int]]) -> list[Client]:
     clients = []
     for index, (at_s, num_prompt, num_output) in enumerate(requests):
         prompt = draw.integers(0, 32000, num_prompt).astype(np.int32)
-        request = ClientRequest(request_id=f"r{index}", prompt_token_ids=prompt, max_tokens=num_output, sampling=SamplingParams())
+        request = ClientRequest(
+            request_id=f"r{index}", prompt_token_ids=prompt, max_tokens=num_output, sampling=SamplingParams()
+        )
         clients.append(Client(request, expected_tokens(prompt.tolist(), num_output), START_S + at_s))
     return clients
 

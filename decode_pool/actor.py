@@ -4,4 +4,6 @@ from engine.actor import EngineActor
 
 
 class DecodeActor(EngineActor):
-    """Takes KV in, or prefills by itself, and writes tokens: an engine loop around `decode_pool.service.DecodeService`."""
+    """Takes KV in, or prefills by itself, and writes tokens: an engine loop around
+    `decode_pool.service.DecodeService`.
+    """

@@ -25,7 +25,9 @@ class _Pull:
 
 @dataclass(frozen=True, slots=True)
 class PullEnd:
-    """A pull has become terminal. `error` None: the bytes are here and the lease was still live after the last of them."""
+    """A pull has become terminal. `error` None: the bytes are here and the lease was still live after the last of
+    them.
+    """
 
     key: RequestKey
     seconds: float
@@ -52,7 +54,9 @@ class Pulls:
         return key in self._running
 
     def connect(self, address: Address, endpoint: Endpoint) -> None:
-        """Opens a prefill replica's cache in place of its older epochs. Raises TransferError; pulls from it then fail at their start."""
+        """Opens a prefill replica's cache in place of its older epochs. Raises TransferError; pulls from it then fail
+        at their start.
+        """
         for old in [old for old in self._peers if old.replica_id == address.replica_id]:
             self._retired.append(self._peers.pop(old))
         self._close_retired()
@@ -69,7 +73,9 @@ class Pulls:
         lease_id: int,
         checksums: Sequence[int] = (),
     ) -> None:
-        """Starts copying `src_blocks[i]` of `source`, with `checksums[i]`, to `dst_blocks[i]` here. Raises TransferError if it cannot."""
+        """Starts copying `src_blocks[i]` of `source`, with `checksums[i]`, to `dst_blocks[i]` here. Raises
+        TransferError if it cannot.
+        """
         peer = self._peers.get(source)
         if peer is None:
             raise PullFailed(f"the cache of {source.replica_id} epoch {source.epoch} is not open")
@@ -79,7 +85,8 @@ class Pulls:
     def ended(self) -> list[PullEnd]:
         """Pulls that have become terminal since the last call, each once, with their verdict.
 
-        The order is what safety rests on: bytes complete, barrier, then the word. Checksums come last: they read our own blocks.
+        The order is what safety rests on: bytes complete, barrier, then the word. Checksums come last: they read our
+        own blocks.
         """
         ends = []
         for key in [key for key, pull in self._running.items() if pull.pending.poll()]:

@@ -9,7 +9,8 @@
  6. ended while a pull still writes: the destination stays ours until that is terminal   DRAINING
     Role alone skips 2 to 4: the same scheduler computes the prompt here.
 
-Safety is one order, kept in `Pulls.ended`: bytes complete, barrier, then read the word. Only then may blocks enter the prefix cache.
+Safety is one order, kept in `Pulls.ended`: bytes complete, barrier, then read the word. Only then may blocks enter the
+prefix cache.
 """
 
 import logging
@@ -62,7 +63,9 @@ _TIMERS: frozenset[DecodeTimer] = frozenset(get_args(DecodeTimer))
 
 @dataclass(slots=True)
 class Decode:
-    """One attempt on this engine. Reserved blocks are the scheduler's sequence's; it is aborted only when no pull writes into them."""
+    """One attempt on this engine. Reserved blocks are the scheduler's sequence's; it is aborted only when no pull
+    writes into them.
+    """
 
     key: RequestKey
     timeline: Timeline
@@ -116,13 +119,22 @@ class DecodeService:
                 *(f"preemptions_{mode}" for mode in get_args(Mode)),
                 *(f"preemption_reason_{reason}" for reason in get_args(Reason)),
                 *("recomputed_tokens", "swapped_bytes", "swap_seconds"),
-                *("pulls", "pull_failures", "leases_lost", "checksum_failures", "pulled_bytes", "pull_seconds", "timers_fired", "ignored"),
+                *(
+                    "pulls",
+                    "pull_failures",
+                    "leases_lost",
+                    "checksum_failures",
+                    "pulled_bytes",
+                    "pull_seconds",
+                    "timers_fired",
+                    "ignored",
+                ),
                 *StepCounts.KEYS,
             ),
             0,
         )
-        """`prompt_tokens`: computed here, counted when the prompt is complete; again after a preemption: `recomputed_tokens`.
-        Each preemption counts under its mode, and under the reason for that."""
+        """`prompt_tokens`: computed here, counted when the prompt is complete; again after a preemption:
+        `recomputed_tokens`. Each preemption counts under its mode, and under the reason for that."""
         self._steps = StepCounts(self.counters, scheduler.config)
         handlers: dict[type, Callable[[Envelope], None]] = {
             GenerateRequest: self._on_generate,
@@ -133,13 +145,22 @@ class DecodeService:
             RouterStatus: self._on_router_status,
         }
         self._link = RouterLink(
-            self, link, clock, address=address, hello=hello, handlers=handlers, outbox=self.outbox, counters=self.counters
+            self,
+            link,
+            clock,
+            address=address,
+            hello=hello,
+            handlers=handlers,
+            outbox=self.outbox,
+            counters=self.counters,
         )
 
     # ---- the verbs of a service
 
     def handle(self, envelope: Envelope) -> None:
-        """One message, in its sender's order. Stale epochs are dropped; a stale handoff is refused, so that its lease ends soon."""
+        """One message, in its sender's order. Stale epochs are dropped; a stale handoff is refused, so that its lease
+        ends soon.
+        """
         message = envelope.message
         if isinstance(message, KVHandoff) and message.key not in self._entries:
             if envelope.receiver != self.address or message.key.router_epoch < self._link.epoch:
@@ -181,8 +202,8 @@ class DecodeService:
         self.outbox.extend((peer, KVRenew(leases=tuple(leases))) for peer, leases in renewals.items())
 
     def schedule(self) -> Batch | None:
-        """The next batch, if there is one. Where a reserved prompt was cached here whole, it has arrived meanwhile and nothing else would
-        wake us: asked again."""
+        """The next batch, if there is one. Where a reserved prompt was cached here whole, it has arrived meanwhile and
+        nothing else would wake us: asked again."""
         batch = None
         arrived = True
         while batch is None and arrived:
@@ -254,7 +275,9 @@ class DecodeService:
         self._link.flush(committed.rows)
 
     def step_failed(self, error: str) -> None:
-        """The runner could not execute the oldest step in flight: its requests fail, and those that found its blocks; all others stay."""
+        """The runner could not execute the oldest step in flight: its requests fail, and those that found its blocks;
+        all others stay.
+        """
         for key in self._scheduler.fail_step():
             entry = self._entries[key]
             if entry.state is DecodeState.DRAINING:
@@ -286,7 +309,9 @@ class DecodeService:
         """Raises ProtocolError unless every block is free and no timer is left (I2)."""
         self._scheduler.check_idle()
         if self._pulls or self._num_early:
-            raise ProtocolError(f"an idle decode engine counts {len(self._pulls)} pulls and {self._num_early} early handoffs")
+            raise ProtocolError(
+                f"an idle decode engine counts {len(self._pulls)} pulls and {self._num_early} early handoffs"
+            )
 
     # ---- messages
 
@@ -331,7 +356,9 @@ class DecodeService:
         if entry is None:
             if self._num_early >= self._config.max_early_handoffs:
                 log.warning("early handoffs are full", extra=about(handoff.key) | {"peer": label(envelope.sender)})
-                self._refuse(envelope.sender, handoff.key, handoff.lease_id, "early handoffs are full", router_knows=False)
+                self._refuse(
+                    envelope.sender, handoff.key, handoff.lease_id, "early handoffs are full", router_knows=False
+                )
                 return
             entry = self._entries[handoff.key] = Decode(handoff.key, Timeline(self._clock, "prefill_wait"))
             self._num_early += 1
@@ -373,12 +400,16 @@ class DecodeService:
             self._leave(entry, DecodeEvent.REVOKE, None, revoke.reason)
 
     def _on_peer_up(self, envelope: Envelope) -> None:
-        """Opens a prefill replica's cache. One that cannot be opened has no mapping: attempts that need it fail and say so."""
+        """Opens a prefill replica's cache. One that cannot be opened has no mapping: attempts that need it fail and say
+        so.
+        """
         message = cast(PeerUp, envelope.message)
         try:
             self._pulls.connect(message.peer, message.endpoint)
         except TransferError as error:
-            log.warning("the cache of a peer cannot be opened", extra={"peer": label(message.peer), "error": str(error)})
+            log.warning(
+                "the cache of a peer cannot be opened", extra={"peer": label(message.peer), "error": str(error)}
+            )
             self.counters["pull_failures"] += 1
 
     def _on_router_status(self, envelope: Envelope) -> None:
@@ -388,7 +419,9 @@ class DecodeService:
     # ---- pulls
 
     def _pull_more(self, entry: Decode) -> None:
-        """Starts the next pull if more is ready than verified and none is under way; queues the request when nothing is missing."""
+        """Starts the next pull if more is ready than verified and none is under way; queues the request when nothing is
+        missing.
+        """
         handoff, block_ids = entry.handoff, entry.block_ids
         if entry.key in self._pulls or handoff is None or block_ids is None or entry.source is None:
             return
@@ -432,7 +465,9 @@ class DecodeService:
             self._pull_more(entry)
 
     def _pull_failed(self, entry: Decode, error: TransferError) -> None:
-        log.warning("pull failed", extra=about(entry.key) | {"peer": entry.source and label(entry.source), "error": str(error)})
+        log.warning(
+            "pull failed", extra=about(entry.key) | {"peer": entry.source and label(entry.source), "error": str(error)}
+        )
         self.counters[_FAILURES.get(type(error), "pull_failures")] += 1
         self._leave(entry, DecodeEvent.PULL_FAILED, "failed", str(error))
 
@@ -441,7 +476,11 @@ class DecodeService:
         assert entry.source is not None and handoff.first_token_id is not None
         self._move(entry, DecodeEvent.ARRIVED, DecodeState.RUNNING)
         release = KVRelease(
-            key=entry.key, lease_id=handoff.lease_id, outcome="consumed", num_bytes=entry.num_bytes, seconds=entry.pull_seconds
+            key=entry.key,
+            lease_id=handoff.lease_id,
+            outcome="consumed",
+            num_bytes=entry.num_bytes,
+            seconds=entry.pull_seconds,
         )
         self.outbox.append((entry.source, release))
         self.counters["transferred_tokens"] += self._num_prompt_tokens(entry) - entry.num_cached_tokens
@@ -453,8 +492,14 @@ class DecodeService:
     # ---- the router
 
     def end_all(self, because: Ending) -> None:
-        """Ends all keys, and says so: a router that was only slow must not wait for them. Of an older router's keys nothing is said."""
-        event, reason = (DecodeEvent.DRAIN_DEADLINE, "drained") if because == "drain_deadline" else (DecodeEvent.ROUTER_GONE, ROUTER_SILENT)
+        """Ends all keys, and says so: a router that was only slow must not wait for them. Of an older router's keys
+        nothing is said.
+        """
+        event, reason = (
+            (DecodeEvent.DRAIN_DEADLINE, "drained")
+            if because == "drain_deadline"
+            else (DecodeEvent.ROUTER_GONE, ROUTER_SILENT)
+        )
         if because == "router_gone":
             self._scheduler.set_prefill_room(0, 0)
             if self._entries:
@@ -466,7 +511,9 @@ class DecodeService:
     # ---- endings; every path out goes through `_forget`
 
     def _leave(self, entry: Decode, event: DecodeEvent, kind: EndKind | None, reason: str = "") -> None:
-        """Ends an attempt for the given reason, telling the router if the reason is ours; waits for a pull that is still writing."""
+        """Ends an attempt for the given reason, telling the router if the reason is ours; waits for a pull that is
+        still writing.
+        """
         if kind is not None and entry.request is not None:
             if entry.handoff is None and entry.state is DecodeState.RUNNING:
                 self._link.stages(entry.key, entry.request.slot, {}, entry.num_cached_tokens)
@@ -523,7 +570,9 @@ class DecodeService:
     def status(self, seq: int) -> ReplicaStatus:
         """For the link, which sends it; `seq` counts them."""
         scheduler = self._scheduler
-        self.counters.update(recomputed_tokens=scheduler.num_recomputed_tokens, padding_tokens=scheduler.num_padding_tokens)
+        self.counters.update(
+            recomputed_tokens=scheduler.num_recomputed_tokens, padding_tokens=scheduler.num_padding_tokens
+        )
         return self._steps.status(
             scheduler,
             seq,

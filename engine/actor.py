@@ -1,6 +1,8 @@
-"""An engine as one process: an inlet for messages, and verbs for its supervisor. Plain class; the composition root makes it a Ray actor.
+"""An engine as one process: an inlet for messages, and verbs for its supervisor. Plain class; the composition root
+makes it a Ray actor.
 
-A *synchronous* actor, because Ray keeps the order of a sender's calls only on those; the engine runs in the loop's own threads.
+A *synchronous* actor, because Ray keeps the order of a sender's calls only on those; the engine runs in the loop's own
+threads.
 """
 
 import logging
@@ -18,11 +20,13 @@ from protocol.messages import Address, Envelope
 log = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 0.0005
-"""How long a busy thread keeps the interpreter from the others: at Python's 5 ms a delivery waits for the step thread."""
+"""How long a busy thread keeps the interpreter from the others: at Python's 5 ms a delivery waits for the step thread.
+"""
 
 
 class EngineActor:
-    """Holds one engine's loop. `build` makes it, in the process where it is to live; what it puts on the stack lives until `stop`.
+    """Holds one engine's loop. `build` makes it, in the process where it is to live; what it puts on the stack lives
+    until `stop`.
 
     The process and its logs are this engine's alone.
     """

@@ -27,17 +27,19 @@ class EngineConfig:
     kv_cache_bytes: int = 0
     """Bytes of the pool if `num_blocks` is 0."""
     gpu_memory_utilization: float = 0.9
-    """Share of a GPU's memory for weights, activations and KV together, where neither `num_blocks` nor `kv_cache_bytes` is named."""
+    """Share of a GPU's memory for weights, activations and KV together, where neither `num_blocks` nor `kv_cache_bytes`
+    is named.
+    """
     preemption: Knob = "recompute"
-    """How a running sequence that loses its blocks gets its KV back. swap: from host memory; remote: from the prefill pool, while that has
-    room; auto: whatever costs least. Where swap or remote is not to be had: recompute."""
+    """How a running sequence that loses its blocks gets its KV back. swap: from host memory; remote: from the prefill
+    pool, while that has room; auto: whatever costs least. Where swap or remote is not to be had: recompute."""
     num_host_blocks: int = 0
     """KV blocks of host memory to swap into. 0: from `swap_space_bytes`."""
     swap_space_bytes: int = 0
     """Bytes of host memory to swap into if `num_host_blocks` is 0."""
     enable_chunked_prefill: bool = True
-    """Off: a prompt is computed in one step or not at all. An answer that goes on after a preemption, or in another engine, is cut
-    all the same."""
+    """Off: a prompt is computed in one step or not at all. An answer that goes on after a preemption, or in another
+    engine, is cut all the same."""
     long_prefill_token_threshold: int = 0
     """Most tokens of one sequence in one step; 0: no limit."""
     enable_prefix_caching: bool = True
@@ -52,7 +54,9 @@ class EngineConfig:
     async_scheduling: bool = False
     """Build the next step while one runs. Ends come one step late."""
     cuda_graph_sizes: tuple[int, ...] = ()
-    """Numbers of decodes for which a step was captured, ascending; a step of decodes alone is padded up to the next one."""
+    """Numbers of decodes for which a step was captured, ascending; a step of decodes alone is padded up to the next
+    one.
+    """
     pad_with_prefill: bool = False
     """Take no more prompt tokens beside decodes than fill the step up to the next of `cuda_graph_sizes`."""
     thrash_window_s: float = 5.0
@@ -63,7 +67,9 @@ class EngineConfig:
     """An engine whose step runs for longer, or that answers nothing for longer, counts as dead and is replaced."""
 
     def max_known_tokens(self, num_blocks: int) -> int:
-        """Most known tokens of a sequence that an engine with so many blocks, block 0 included, can hold and go on from."""
+        """Most known tokens of a sequence that an engine with so many blocks, block 0 included, can hold and go on
+        from.
+        """
         return min(self.max_model_len - 1, (num_blocks - 1) * self.block_size)
 
     def max_prompt_tokens(self, num_blocks: int) -> int:
@@ -84,12 +90,17 @@ class EngineConfig:
         for name in (*sizes, "priority_aging_s", "num_speculative_tokens", "thrash_limit"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: {getattr(self, name)} is below 0")
-        if list(self.cuda_graph_sizes) != sorted(set(self.cuda_graph_sizes)) or min(self.cuda_graph_sizes, default=1) < 1:
+        if (
+            list(self.cuda_graph_sizes) != sorted(set(self.cuda_graph_sizes))
+            or min(self.cuda_graph_sizes, default=1) < 1
+        ):
             raise ConfigError(f"cuda_graph_sizes: {self.cuda_graph_sizes} is not ascending from 1 on")
         if self.preemption == "swap" and not self.num_host_blocks and not self.swap_space_bytes:
             raise ConfigError("preemption: swap needs num_host_blocks or swap_space_bytes")
         if self.num_speculative_tokens and self.async_scheduling:
-            raise ConfigError("num_speculative_tokens: drafts depend on the step before, so async_scheduling must be off")
+            raise ConfigError(
+                "num_speculative_tokens: drafts depend on the step before, so async_scheduling must be off"
+            )
         if self.pad_with_prefill and not self.cuda_graph_sizes:
             raise ConfigError("pad_with_prefill: needs cuda_graph_sizes")
         for name in ("thrash_window_s", "stall_timeout_s"):

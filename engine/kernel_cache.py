@@ -1,5 +1,6 @@
-"""Compiled kernels on disk: one file each, named after all that its code depends on, so that every checkout and every unpacked job of one
-user shares them. They can be made again, so whatever is wrong with the folder or a file costs a start seconds and never the start.
+"""Compiled kernels on disk: one file each, named after all that its code depends on, so that every checkout and every
+unpacked job of one user shares them. They can be made again, so whatever is wrong with the folder or a file costs a
+start seconds and never the start.
 """
 
 import fcntl
@@ -25,7 +26,9 @@ from engine.cache_dir import cache_dir
 
 F = TypeVar("F", bound=Callable[..., Any])
 Sources = tuple[str, ...]
-"""Paths of the files that machine code is made of: the function's own, and those of what it calls and of the constants it bakes in."""
+"""Paths of the files that machine code is made of: the function's own, and those of what it calls and of the constants
+it bakes in.
+"""
 
 _log = logging.getLogger(__name__)
 _told = Event()
@@ -42,7 +45,9 @@ def _omp_available() -> bool:
 
 
 PARALLEL = _omp_available()
-"""Loops run in parallel only on OpenMP: it shares torch's threads, where numba's own pool would fight them for the cores."""
+"""Loops run in parallel only on OpenMP: it shares torch's threads, where numba's own pool would fight them for the
+cores.
+"""
 
 if PARALLEL:
     numba.config.THREADING_LAYER = "omp"
@@ -51,14 +56,17 @@ if PARALLEL:
 class KernelCache:
     """What numba asks of the cache of one function. A file is a digest, then the pickled machine code.
 
-    numba's own cache believes whatever it reads, and a damaged file ends the process; it also pickles what a function closes over, and
-    kernels close over emitters whose pickles differ in every process. `key` stands for those, `folder` for the source. The module's name
-    counts too, for numba imports it to load the code.
+    numba's own cache believes whatever it reads, and a damaged file ends the process; it also pickles what a function
+    closes over, and kernels close over emitters whose pickles differ in every process. `key` stands for those, `folder`
+    for the source. The module's name counts too, for numba imports it to load the code.
     """
 
     def __init__(self, function: Callable[..., Any], key: str, folder: Path) -> None:
         self.cache_path = str(folder)
-        self._folder, self._key = folder, f"{function.__module__} {function.__qualname__} {function.__code__.co_firstlineno} {key}"
+        self._folder, self._key = (
+            folder,
+            f"{function.__module__} {function.__qualname__} {function.__code__.co_firstlineno} {key}",
+        )
         self._name = f"{Path(function.__code__.co_filename).stem}.{function.__qualname__.rpartition('.')[2]}"
 
     def load_overload(self, signature: Any, target_context: Any) -> Any:
@@ -121,22 +129,28 @@ def folder_of(sources: Sources) -> Path:
 
 
 def variant(function: F, key: str) -> F:
-    """The function, named after the constants it closes over. Its symbols carry the name: without it those of two variants, compiled by
-    two processes, may be the same, and a third process that loads both would run one for the other."""
+    """The function, named after the constants it closes over. Its symbols carry the name: without it those of two
+    variants, compiled by two processes, may be the same, and a third process that loads both would run one for the
+    other.
+    """
     function.__qualname__ += f"_{key}"
     return function
 
 
 def compiled(sources: Sources, key: str = "") -> Callable[[F], F]:
-    """Functions compiled by numba on their first call, without the interpreter lock; in memory only where the cache cannot be written.
+    """Functions compiled by numba on their first call, without the interpreter lock; in memory only where the cache
+    cannot be written.
 
-    `key` names the constants that the function closes over; functions that it calls and that close over any must be `variant`s.
+    `key` names the constants that the function closes over; functions that it calls and that close over any must be
+    `variant`s.
     """
 
     def compile_it(function: F) -> F:
         named = variant(function, key) if key else function
         kernel: F = _cached(
-            numba.njit(named, fastmath=True, nogil=True, error_model="numpy", boundscheck=False, parallel=PARALLEL), sources, key
+            numba.njit(named, fastmath=True, nogil=True, error_model="numpy", boundscheck=False, parallel=PARALLEL),
+            sources,
+            key,
         )
         return kernel
 
@@ -144,7 +158,8 @@ def compiled(sources: Sources, key: str = "") -> Callable[[F], F]:
 
 
 def compiled_loop(sources: Sources) -> Callable[[F], F]:
-    """The same for loops of a microsecond: on one thread, and the interpreter lock is kept, for getting it back may take milliseconds.
+    """The same for loops of a microsecond: on one thread, and the interpreter lock is kept, for getting it back may
+    take milliseconds.
 
     They must allocate nothing: numba's counting of array references, which would take longer than some loops, is off.
     """
@@ -169,7 +184,9 @@ def _cached(dispatcher: Any, sources: Sources, key: str) -> Any:
 
 @contextmanager
 def one_compiles(sources: Sources) -> Iterator[None]:
-    """Held by one process at a time: the others wait, then find what it compiled. Where nothing can be locked, each compiles for itself."""
+    """Held by one process at a time: the others wait, then find what it compiled. Where nothing can be locked, each
+    compiles for itself.
+    """
     try:
         folder = folder_of(sources)
         folder.mkdir(parents=True, exist_ok=True)

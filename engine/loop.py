@@ -5,9 +5,9 @@
 3. Envelopes pass `protocol.delivery`, which restores their order, and reach `service.handle`.
 4. A finished step reaches `service.commit`, a failed one `service.step_failed`.
 5. `service.tick` looks at deadlines, leases and timeouts: at every turn, also while a step runs and when idle.
-6. If the step thread is free (or has only one batch, when asynchronous), `service.schedule` builds the next one for it. It executes,
-   and nothing else. A runner that can launch does it there, and a third thread waits for the device: it is never without orders while
-   a batch is to be had.
+6. If the step thread is free (or has only one batch, when asynchronous), `service.schedule` builds the next one for it.
+   It executes, and nothing else. A runner that can launch does it there, and a third thread waits for the device: it is
+   never without orders while a batch is to be had.
 7. What the service left in its outbox is numbered and sent.
 """
 
@@ -70,13 +70,15 @@ class _Signal(Enum):
 
 
 class EngineLoop:
-    """Verbs: `start`, `drain`, `stop`; inlets: `deliver`, `wake`. The outlet `send` is called on the loop thread and must not block.
+    """Verbs: `start`, `drain`, `stop`; inlets: `deliver`, `wake`. The outlet `send` is called on the loop thread and
+    must not block.
 
-    `asynchronous`: the next batch is built while the step before it runs, and starts right after it, before that one's commit. The
-    service must then allow `schedule` once more before a `commit`, the runner batches with pending tokens.
+    `asynchronous`: the next batch is built while the step before it runs, and starts right after it, before that one's
+    commit. The service must then allow `schedule` once more before a `commit`, the runner batches with pending tokens.
     `strict`: a message that the protocol does not list ends the loop, as tests want it.
-    A step that runs for longer than `stall_timeout_s` ends the loop too: an engine that makes no progress must not look alive.
-    `on_failure`: called once, from the thread that died of an error nobody expects; the loop has ended then, and the process should.
+    A step that runs for longer than `stall_timeout_s` ends the loop too: an engine that makes no progress must not look
+    alive. `on_failure`: called once, from the thread that died of an error nobody expects; the loop has ended then, and
+    the process should.
     """
 
     def __init__(
@@ -141,7 +143,9 @@ class EngineLoop:
         self._put(Drain(deadline_s=deadline_s))
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """True as soon as all that was delivered is handled and the service holds nothing; False after `timeout_s` or a failure."""
+        """True as soon as all that was delivered is handled and the service holds nothing; False after `timeout_s` or a
+        failure.
+        """
         return self._idle.wait(timeout_s) and self.failure is None
 
     def stop(self) -> None:
@@ -266,7 +270,9 @@ class EngineLoop:
     def _check_progress(self) -> None:
         for started in (self._step_started_at, self._launch_started_at):
             if started is not None and (seconds := self._clock() - started) > self._stall_timeout_s:
-                raise EngineStalled(f"a step has been running for {seconds:.1f} s, stall_timeout_s is {self._stall_timeout_s:g}")
+                raise EngineStalled(
+                    f"a step has been running for {seconds:.1f} s, stall_timeout_s is {self._stall_timeout_s:g}"
+                )
 
     def _report_lost(self) -> None:
         for lost in self._incoming.lost():

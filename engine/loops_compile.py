@@ -1,4 +1,6 @@
-"""How the loops are compiled: by numba, kept on disk, when the first of them is called; where numba is absent not at all."""
+"""How the loops are compiled: by numba, kept on disk, when the first of them is called; where numba is absent not at
+all.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,8 +13,8 @@ _HAS_NUMBA = find_spec("numba") is not None
 
 
 class _Loop:
-    """Stands for a function until it is called: importing numba takes most of a second, and most processes that import a scheduler
-    never run one."""
+    """Stands for a function until it is called: importing numba takes most of a second, and most processes that import
+    a scheduler never run one."""
 
     __slots__ = ("_compiled", "_function", "_sources")
 
@@ -39,7 +41,8 @@ class _Loop:
 
 
 def compiled_loop(sources: tuple[str, ...], *, uncompiled: Callable[..., Any] | None = None) -> Callable[[F], F]:
-    """Makes a compiled function of a plain loop; callers, and their type checker, see the function. `sources`: as in kernel_cache.py.
+    """Makes a compiled function of a plain loop; callers, and their type checker, see the function. `sources`: as in
+    kernel_cache.py.
 
     `uncompiled`: what runs in its stead where numba is absent, if not the loop as it stands.
     """
@@ -51,7 +54,9 @@ def compiled_loop(sources: tuple[str, ...], *, uncompiled: Callable[..., Any] | 
 
 
 def put_compiled(module: dict[str, Any]) -> None:
-    """Puts in place of the loops among a module's names what they compile to, for a call through `_Loop` costs a fifth of a microsecond."""
+    """Puts in place of the loops among a module's names what they compile to, for a call through `_Loop` costs a fifth
+    of a microsecond.
+    """
     module.update({name: value.compiled for name, value in module.items() if isinstance(value, _Loop)})
 
 

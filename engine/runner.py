@@ -36,14 +36,18 @@ class Batch:
     sampling: SamplingMetadata | None = None
     """None: every sequence takes the likeliest token and nobody asks for more."""
     num_drafts: Int32 | None = None
-    """[B] how many of `num_scheduled` are drafts: they lie in `token_ids` right behind the known tokens. None: no drafts anywhere."""
+    """[B] how many of `num_scheduled` are drafts: they lie in `token_ids` right behind the known tokens. None: no
+    drafts anywhere.
+    """
     pending: Bool | None = None
-    """[B] True where the one token to compute is still being sampled by the step before: not in `token_ids` yet, the runner takes it
-    from its own output of that step, same row. None: nowhere (always so while no other step is in flight)."""
+    """[B] True where the one token to compute is still being sampled by the step before: not in `token_ids` yet, the
+    runner takes it from its own output of that step, same row. None: nowhere (always so while no other step is in
+    flight).
+    """
 
     swap_out: Int32 | None = None
-    """[n, 2] (block, host block): copied before the batch writes anything, for the blocks have other owners already. On a device the copies
-    are ordered before the step, which waits for them."""
+    """[n, 2] (block, host block): copied before the batch writes anything, for the blocks have other owners already. On
+    a device the copies are ordered before the step, which waits for them."""
     swap_in: Int32 | None = None
     """[n, 2] (host block, block): copied before the step reads or writes, after `swap_out`."""
 
@@ -78,7 +82,9 @@ class Runner(Protocol):
     """Executes steps on a device. Owns model weights and the KV cache; decides nothing."""
 
     def execute(self, batch: Batch) -> StepOutput:
-        """Computes the batch's tokens, writes their KV into its blocks, samples where asked. Blocking; called from one thread."""
+        """Computes the batch's tokens, writes their KV into its blocks, samples where asked. Blocking; called from one
+        thread.
+        """
         ...
 
 
@@ -86,13 +92,17 @@ class Launched(Protocol):
     """A step on its way."""
 
     def result(self) -> StepOutput:
-        """Blocks until the step is done. Called once, from any thread, in the order of launches. Raises what `execute` raises."""
+        """Blocks until the step is done. Called once, from any thread, in the order of launches. Raises what `execute`
+        raises.
+        """
         ...
 
 
 @runtime_checkable
 class LaunchingRunner(Runner, Protocol):
-    """Its device takes steps in the order in which they are launched, so that the next can be launched while one is computed."""
+    """Its device takes steps in the order in which they are launched, so that the next can be launched while one is
+    computed.
+    """
 
     def launch(self, batch: Batch) -> Launched:
         """Returns when the device has its orders and the batch has been read. Called from one thread."""

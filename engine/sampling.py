@@ -1,5 +1,6 @@
-"""How the next token is chosen from logits, float32 [S, vocab]. A choice depends on the logits, the sequence's tokens and parameters, and
-(seed, index in the whole answer): never on the batch, the engine or the attempt. So replays, retries, drafts and handoffs agree.
+"""How the next token is chosen from logits, float32 [S, vocab]. A choice depends on the logits, the sequence's tokens
+and parameters, and (seed, index in the whole answer): never on the batch, the engine or the attempt. So replays,
+retries, drafts and handoffs agree.
 
 In this order, all in float32 (the order and the meaning are vLLM's):
 
@@ -9,11 +10,13 @@ In this order, all in float32 (the order and the meaning are vLLM's):
     then per token of the answer: - frequency_penalty * occurrences - presence_penalty
  4. temperature 0: the likeliest token, the first of equals
     else weight = exp((logit - highest logit) / temperature), so the highest weight is 1
- 5. `min_p`: weights below it become 0; `top_k`: those below the k-th highest; `top_p`: those after the shortest run of highest weights
-    that holds this share of the sum. Equal weights stay or go together.
- 6. u = uniform(seed, index) in [0, 1); the chosen token is the first whose running sum of weights, in order of token ids, exceeds u * sum
+ 5. `min_p`: weights below it become 0; `top_k`: those below the k-th highest; `top_p`: those after the shortest run of
+    highest weights that holds this share of the sum. Equal weights stay or go together.
+ 6. u = uniform(seed, index) in [0, 1); the chosen token is the first whose running sum of weights, in order of token
+    ids, exceeds u * sum
 
-    mix         = the finaliser of splitmix64 (xor-shift 30, * 0xBF58476D1CE4E5B9, 27, * 0x94D049BB133111EB, 31), modulo 2**64
+    mix         = the finaliser of splitmix64 (xor-shift 30, * 0xBF58476D1CE4E5B9, 27, * 0x94D049BB133111EB, 31), modulo
+                2**64
     uniform(seed, index) = mix(mix(seed) + (index + 1) * 0x9E3779B97F4A7C15) >> 11, times 2**-53
 """
 
@@ -43,7 +46,9 @@ class Contexts(NamedTuple):
     num_known: Int32
     """[S] tokens before the one to be chosen."""
     token_ids: Int32
-    """[num_rows, max_model_len] known tokens of every row; of the last one `last` is used instead: it may not be here yet."""
+    """[num_rows, max_model_len] known tokens of every row; of the last one `last` is used instead: it may not be here
+    yet.
+    """
     last: Int32
     """[S]"""
 
@@ -54,7 +59,9 @@ def greedy(logits: torch.Tensor) -> Int32:
     return token_ids
 
 
-def choose(logits: torch.Tensor, sampling: SamplingMetadata, contexts: Contexts) -> tuple[Int32, dict[int, TokenLogprobs]]:
+def choose(
+    logits: torch.Tensor, sampling: SamplingMetadata, contexts: Contexts
+) -> tuple[Int32, dict[int, TokenLogprobs]]:
     """One token for each row of `logits` [S, vocab], int32 [S], and logprobs of those that asked, by index in S."""
     chosen = greedy(logits)
     special = np.flatnonzero(sampling.special[contexts.rows])
@@ -93,7 +100,11 @@ def logprobs(logits: Float32, token_ids: Int64, num_top: Int32) -> list[TokenLog
     for row, token_id, shift, count in zip(logits, token_ids.tolist(), shifts.tolist(), num_top.tolist(), strict=True):
         top = np.argpartition(row, -count)[-count:] if 0 < count < len(row) else np.arange(len(row) if count else 0)
         top = top[np.lexsort((top, -row[top]))]
-        reports.append(TokenLogprobs(float(row[token_id]) - shift, tuple(top.tolist()), tuple((row[top] - np.float32(shift)).tolist())))
+        reports.append(
+            TokenLogprobs(
+                float(row[token_id]) - shift, tuple(top.tolist()), tuple((row[top] - np.float32(shift)).tolist())
+            )
+        )
     return reports
 
 
@@ -144,7 +155,9 @@ def _draw(scores: Float32, sampling: SamplingMetadata, rows: Int32, num_known: I
 
 
 def _thresholds(weights: Float32, top_ks: Int32, top_ps: Float32) -> Float32:
-    """The least weight that `top_k` and then `top_p` leave, per row of `weights` [N, vocab], which is sorted in place."""
+    """The least weight that `top_k` and then `top_p` leave, per row of `weights` [N, vocab], which is sorted in
+    place.
+    """
     vocab_size = weights.shape[1]
     weights.sort(axis=1)
     least: Float32 = weights[np.arange(len(weights)), vocab_size - np.minimum(top_ks, vocab_size)]
@@ -173,7 +186,9 @@ def pick(weights: Float32, drawn: Float64) -> Int64:
     target -= np.where(run > 0, sums[every, run - 1], 0.0)
     inside = padded[every, run]
     passed = (np.cumsum(inside, axis=1, dtype=np.float64) <= target[:, None]).sum(axis=1)
-    last = SUM_WIDTH - 1 - (inside[:, ::-1] > 0).argmax(axis=1)  # rounding may leave the target at the very end of its run
+    last = (
+        SUM_WIDTH - 1 - (inside[:, ::-1] > 0).argmax(axis=1)
+    )  # rounding may leave the target at the very end of its run
     token_ids: Int64 = run * SUM_WIDTH + np.minimum(passed, last)
     return token_ids
 

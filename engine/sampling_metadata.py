@@ -1,4 +1,6 @@
-"""How the tokens of each running sequence are chosen: rows of arrays, shared by the scheduler's table and the runner."""
+"""How the tokens of each running sequence are chosen: rows of arrays, shared by the scheduler's table and the
+runner.
+"""
 
 import numpy as np
 
@@ -14,13 +16,17 @@ class SamplingMetadata:
 
     def __init__(self, num_rows: int) -> None:
         self.special: Bool = np.zeros(num_rows, np.bool_)
-        """Rows that want more than the likeliest token. Elsewhere only `temperatures`, `seeds` and `answer_bases` are kept up to date."""
+        """Rows that want more than the likeliest token. Elsewhere only `temperatures`, `seeds` and `answer_bases` are
+        kept up to date.
+        """
         self.num_special = 0
         """Of the sequences that run now."""
         self.temperatures: Float32 = np.zeros(num_rows, np.float32)
         self.seeds: UInt64 = np.zeros(num_rows, np.uint64)
         self.answer_bases: Int32 = np.zeros(num_rows, np.int32)
-        """The token at position p of a row has index `answer_bases[row] + p` in the whole answer; below 0: it belongs to the prompt."""
+        """The token at position p of a row has index `answer_bases[row] + p` in the whole answer; below 0: it belongs
+        to the prompt.
+        """
         self.top_ks: Int32 = np.zeros(num_rows, np.int32)
         self.top_ps: Float32 = np.ones(num_rows, np.float32)
         self.min_ps: Float32 = np.zeros(num_rows, np.float32)
@@ -40,8 +46,15 @@ class SamplingMetadata:
         self.temperatures[row] = params.temperature
         self.seeds[row] = (params.seed or 0) % 2**64
         self.answer_bases[row] = base
-        special = params.temperature >= GREEDY_BELOW or params.min_tokens > 0 or params.logprobs is not None or bool(params.logit_bias)
-        special = special or params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
+        special = (
+            params.temperature >= GREEDY_BELOW
+            or params.min_tokens > 0
+            or params.logprobs is not None
+            or bool(params.logit_bias)
+        )
+        special = (
+            special or params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
+        )
         self.special[row] = special
         if not special:
             return

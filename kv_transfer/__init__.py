@@ -1,1 +1,3 @@
-"""Moves KV blocks between two engines: layout, lease words, transports, the handoff's transition table. Knows no scheduler."""
+"""Moves KV blocks between two engines: layout, lease words, transports, the handoff's transition table. Knows no
+scheduler.
+"""

@@ -8,7 +8,9 @@ from protocol.arrays import Int64
 from protocol.errors import PullFailed
 
 
-def checked_pairs(src_blocks: Sequence[int], num_src_blocks: int, dst_blocks: Sequence[int], num_dst_blocks: int) -> tuple[Int64, Int64]:
+def checked_pairs(
+    src_blocks: Sequence[int], num_src_blocks: int, dst_blocks: Sequence[int], num_dst_blocks: int
+) -> tuple[Int64, Int64]:
     """Both lists as int64 [n]. Raises PullFailed for ids outside their cache and for lists of unequal length."""
     src, dst = _checked(src_blocks, num_src_blocks, "there"), _checked(dst_blocks, num_dst_blocks, "here")
     if len(src) != len(dst):
@@ -17,7 +19,9 @@ def checked_pairs(src_blocks: Sequence[int], num_src_blocks: int, dst_blocks: Se
 
 
 def merged_runs(src: Int64, dst: Int64) -> Int64:
-    """int64 [num_runs, 3]: first block there, first block here, number of blocks. A run ascends by one on both sides."""
+    """int64 [num_runs, 3]: first block there, first block here, number of blocks. A run ascends by one on both
+    sides.
+    """
     if not len(src):
         return np.zeros((0, 3), np.int64)
     breaks = np.flatnonzero((np.diff(src) != 1) | (np.diff(dst) != 1)) + 1

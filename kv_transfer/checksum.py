@@ -1,4 +1,5 @@
-"""Checksums of KV blocks, for whoever distrusts memory or transport: both sides of a handoff compute them, the decode side compares.
+"""Checksums of KV blocks, for whoever distrusts memory or transport: both sides of a handoff compute them, the decode
+side compares.
 
 CRC-32 runs at about 6 GB/s on one core, without the interpreter lock; each side reads every transferred byte once more.
 """

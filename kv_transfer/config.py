@@ -11,13 +11,17 @@ class TransferConfig:
     """How blocks travel, and how long each side of a handoff waits for the other."""
 
     transport: Literal["auto", "shared_memory", "cuda_ipc", "host_staged", "nixl"] = "auto"
-    """auto: the best that moves a nonce from peer to peer. shared_memory is for engines on the CPU, cuda_ipc and host_staged on GPUs."""
+    """auto: the best that moves a nonce from peer to peer. shared_memory is for engines on the CPU, cuda_ipc and
+    host_staged on GPUs.
+    """
     checksum: bool = False
     """Compare the bytes of pulled blocks too: each side reads them once more. A mismatch fails the attempt."""
     pull_timeout_s: float = 30.0
     """A pull that takes longer is asked to fail."""
     lease_s: float = 30.0
-    """A finished prompt waits this long for its decode engine, renewals aside. A handoff without a request is forgotten after as long."""
+    """A finished prompt waits this long for its decode engine, renewals aside. A handoff without a request is forgotten
+    after as long.
+    """
     revoke_s: float = 5.0
     """A revoked lease waits this long for the decode engine's answer before its blocks are taken back."""
     max_early_handoffs: int = 1024

@@ -1,7 +1,7 @@
 """What an endpoint says: one offer for each transport that can read the cache, each a JSON object with its `kind`.
 
-An endpoint of one offer is that object, one of several a list of them. Everything in an offer but its kind and the shape of the cache
-belongs to its transport.
+An endpoint of one offer is that object, one of several a list of them. Everything in an offer but its kind and the
+shape of the cache belongs to its transport.
 """
 
 import json
@@ -21,7 +21,9 @@ def single(kind: str, *, num_blocks: int, block_bytes: int, **fields: Any) -> En
 
 def several(endpoints: Sequence[Endpoint]) -> Endpoint:
     """One endpoint with the offers of all."""
-    return endpoints[0] if len(endpoints) == 1 else json.dumps([json.loads(endpoint) for endpoint in endpoints]).encode()
+    return (
+        endpoints[0] if len(endpoints) == 1 else json.dumps([json.loads(endpoint) for endpoint in endpoints]).encode()
+    )
 
 
 def offers(endpoint: Endpoint) -> list[Offer]:
@@ -38,7 +40,9 @@ def offers(endpoint: Endpoint) -> list[Offer]:
 
 
 def offer_of(endpoint: Endpoint, kind: str, block_bytes: int) -> Offer:
-    """The offer for one transport. Raises PullFailed when there is none, LayoutMismatch when its blocks are not of `block_bytes` bytes."""
+    """The offer for one transport. Raises PullFailed when there is none, LayoutMismatch when its blocks are not of
+    `block_bytes` bytes.
+    """
     listed = offers(endpoint)
     for offer in listed:
         if offer["kind"] == kind:

@@ -1,4 +1,6 @@
-"""The prefill side of every transport: a cache, its lease words, and an endpoint that offers whatever can read them here."""
+"""The prefill side of every transport: a cache, its lease words, and an endpoint that offers whatever can read them
+here.
+"""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -22,13 +24,17 @@ class HostExport:
     """A cache in host memory, zeroed. `close` takes the file away; who has mapped it keeps it."""
 
     def __init__(self, config: TransferConfig, name: str, *, num_blocks: int, block_bytes: int, num_slots: int) -> None:
-        """`name`: of the shared-memory file. Raises CapacityError, or ConfigError where the configured transport cannot work here."""
+        """`name`: of the shared-memory file. Raises CapacityError, or ConfigError where the configured transport cannot
+        work here.
+        """
         with ExitStack() as resources:
             segment = SharedSegment.create(name, block_bytes=block_bytes, num_blocks=num_blocks, num_slots=num_slots)
             resources.callback(segment.close)
 
             def offer_nixl() -> Endpoint:
-                export = NixlExport(Memory(segment.cache.ctypes.data, num_blocks, block_bytes), segment.words, segment.nonce)
+                export = NixlExport(
+                    Memory(segment.cache.ctypes.data, num_blocks, block_bytes), segment.words, segment.nonce
+                )
                 resources.callback(export.close)
                 return export.endpoint
 
@@ -43,9 +49,19 @@ class DeviceExport:
     """A cache in GPU memory, zeroed; its lease words in host memory. Close it when runner and tensors are gone."""
 
     def __init__(
-        self, config: TransferConfig, name: str, device: Device, *, num_blocks: int, block_bytes: int, num_slots: int, num_peers: int
+        self,
+        config: TransferConfig,
+        name: str,
+        device: Device,
+        *,
+        num_blocks: int,
+        block_bytes: int,
+        num_slots: int,
+        num_peers: int,
     ) -> None:
-        """`name`: of the shared-memory file. Raises CapacityError, or ConfigError where the configured transport cannot work here."""
+        """`name`: of the shared-memory file. Raises CapacityError, or ConfigError where the configured transport cannot
+        work here.
+        """
         # Twice as many channels as peers: a restarted router makes each connect anew before it lets go of the old one.
         staged = config.transport in ("auto", host_staged.KIND)
         with ExitStack() as resources:

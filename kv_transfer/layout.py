@@ -9,7 +9,9 @@ LAYOUT_VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
-    """Block-major: one tensor [num_blocks, num_layers, 2 (K, V), num_kv_heads, block_size, head_dim]; a block is one contiguous piece."""
+    """Block-major: one tensor [num_blocks, num_layers, 2 (K, V), num_kv_heads, block_size, head_dim]; a block is one
+    contiguous piece.
+    """
 
     model: str
     """Fingerprint of the weights, not a name: two models of one shape must not pair."""

@@ -1,7 +1,7 @@
 """Lease words at the prefill side: 8 bytes a lease, in memory that decode engines can read.
 
-A decode engine reads the bytes of a block, passes a barrier, then reads the word. The prefill engine clears the word, passes a
-barrier, then frees the block. So whoever still sees the word has read bytes of before the clearing.
+A decode engine reads the bytes of a block, passes a barrier, then reads the word. The prefill engine clears the word,
+passes a barrier, then frees the block. So whoever still sees the word has read bytes of before the clearing.
 """
 
 import threading
@@ -28,7 +28,9 @@ def read_word(words: Words, slot: int) -> int:
 
 
 class LeaseTable:
-    """One prefill engine's lease words. `words` may lie in shared memory and is cleared here, before any cache is handed out."""
+    """One prefill engine's lease words. `words` may lie in shared memory and is cleared here, before any cache is
+    handed out.
+    """
 
     def __init__(self, words: Words, epoch: int) -> None:
         self.num_slots = len(words)
@@ -56,7 +58,9 @@ class LeaseTable:
         return self._free.pop() if self._free else None
 
     def free(self, slot: int) -> None:
-        """Gives a slot back, cleared before. It may be allocated again at once: its next word differs from every earlier one."""
+        """Gives a slot back, cleared before. It may be allocated again at once: its next word differs from every
+        earlier one.
+        """
         if self._words[slot]:
             raise ValueError(f"lease slot {slot} is freed while its word is {int(self._words[slot]):#x}")
         self._free.append(slot)

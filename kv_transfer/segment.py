@@ -1,13 +1,15 @@
-"""A file in POSIX shared memory: header, lease words, KV cache. One prefill engine creates it, decode engines map it read-only.
+"""A file in POSIX shared memory: header, lease words, KV cache. One prefill engine creates it, decode engines map it
+read-only.
 
-The cache of an engine on a GPU lies there; its file has lease words, and in the cache's place the channels of `host_staged`, if any.
+The cache of an engine on a GPU lies there; its file has lease words, and in the cache's place the channels of
+`host_staged`, if any.
 
     0        header: magic, version, sizes, offsets, nonce
     4096     lease words, uint64 [num_slots]
     cache    uint8 [num_blocks, block_bytes], from the next page on
 
-The creator holds a lock on the file for as long as it lives, so anyone can tell a live file from one that a dead process left.
-Mappings outlive the file and its creator: what is mapped stays readable.
+The creator holds a lock on the file for as long as it lives, so anyone can tell a live file from one that a dead
+process left. Mappings outlive the file and its creator: what is mapped stays readable.
 """
 
 import errno
@@ -46,11 +48,15 @@ class SharedSegment:
         self.nonce: bytes = nonce
         self.cache_offset: int = cache_offset
         self.words: Words = np.frombuffer(memory, np.uint64, num_slots, _PAGE)
-        self.cache: Blocks = np.frombuffer(memory, np.uint8, num_blocks * block_bytes, cache_offset).reshape(num_blocks, block_bytes)
+        self.cache: Blocks = np.frombuffer(memory, np.uint8, num_blocks * block_bytes, cache_offset).reshape(
+            num_blocks, block_bytes
+        )
         self._lock_fd = lock_fd
 
     @classmethod
-    def create(cls, name: str, *, block_bytes: int, num_blocks: int, num_slots: int, directory: Path = DIRECTORY) -> "SharedSegment":
+    def create(
+        cls, name: str, *, block_bytes: int, num_blocks: int, num_slots: int, directory: Path = DIRECTORY
+    ) -> "SharedSegment":
         """A zeroed segment `twopass-<name>` whose pages all exist: no later access can lack memory.
 
         Raises CapacityError when there is too little shared memory, or a live process owns that name.
@@ -66,12 +72,24 @@ class SharedSegment:
             path.unlink()
             os.close(fd)
             raise
-        _HEADER.pack_into(memory, 0, _MAGIC, _VERSION, block_bytes, num_blocks, num_slots, cache_offset, secrets.token_bytes(NONCE_BYTES))
+        _HEADER.pack_into(
+            memory,
+            0,
+            _MAGIC,
+            _VERSION,
+            block_bytes,
+            num_blocks,
+            num_slots,
+            cache_offset,
+            secrets.token_bytes(NONCE_BYTES),
+        )
         return cls(path, memory, fd)
 
     @classmethod
     def open(cls, path: Path, nonce: bytes) -> "SharedSegment":
-        """Maps a segment read-only. Raises PullFailed when it is gone, or another one lies at this path: then the memory is not shared."""
+        """Maps a segment read-only. Raises PullFailed when it is gone, or another one lies at this path: then the
+        memory is not shared.
+        """
         fd = open_verified(path, nonce, os.O_RDONLY)
         try:
             memory = mmap.mmap(fd, os.fstat(fd).st_size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
@@ -80,7 +98,9 @@ class SharedSegment:
         return cls(path, memory, None)
 
     def close(self) -> None:
-        """The creator removes the file; a reader only lets go. Arrays that others hold keep their memory until they let go, too."""
+        """The creator removes the file; a reader only lets go. Arrays that others hold keep their memory until they let
+        go, too.
+        """
         if self._lock_fd is not None:
             self.path.unlink(missing_ok=True)
             os.close(self._lock_fd)
@@ -89,7 +109,9 @@ class SharedSegment:
 
 
 def open_verified(path: Path, nonce: bytes, flags: int) -> int:
-    """File descriptor of the segment that was offered. Raises PullFailed when it is gone, or another one lies at its path."""
+    """File descriptor of the segment that was offered. Raises PullFailed when it is gone, or another one lies at its
+    path.
+    """
     try:
         fd = os.open(path, flags)
     except OSError as error:
@@ -167,7 +189,9 @@ def _create_locked(path: Path) -> int:
         except FileNotFoundError:
             raise CapacityError(f"{path.parent} does not exist: this machine has no POSIX shared memory") from None
         except OSError as error:
-            raise CapacityError(f"{path.parent}: {error.strerror}; KV caches lie there, in POSIX shared memory") from None
+            raise CapacityError(
+                f"{path.parent}: {error.strerror}; KV caches lie there, in POSIX shared memory"
+            ) from None
         fcntl.flock(fd, fcntl.LOCK_EX)
         if _is_at(fd, path):
             return fd

@@ -1,4 +1,6 @@
-"""Chooses the transport. `auto` believes no claim: a candidate is taken when it has moved the peer's nonce from there to here."""
+"""Chooses the transport. `auto` believes no claim: a candidate is taken when it has moved the peer's nonce from there
+to here.
+"""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -28,14 +30,21 @@ class AutoTransport:
     """Tries `candidates`, best first, with each peer. `name`: the one chosen last, "auto" before."""
 
     def __init__(
-        self, candidates: Sequence[Transport], absent: Sequence[str] = (), facts: Callable[[Endpoint], str] = lambda endpoint: ""
+        self,
+        candidates: Sequence[Transport],
+        absent: Sequence[str] = (),
+        facts: Callable[[Endpoint], str] = lambda endpoint: "",
     ) -> None:
-        """`absent`: transports that cannot work here, each with its reason. `facts`: what lies between a peer and us, for the log."""
+        """`absent`: transports that cannot work here, each with its reason. `facts`: what lies between a peer and us,
+        for the log.
+        """
         self.name = "auto"
         self._candidates, self._absent, self._facts = candidates, absent, facts
 
     def connect(self, endpoint: Endpoint) -> Peer:
-        """Raises PullFailed with every candidate's reason when none works, LayoutMismatch at once: no other transport can mend that."""
+        """Raises PullFailed with every candidate's reason when none works, LayoutMismatch at once: no other transport
+        can mend that.
+        """
         reasons = []
         for candidate in self._candidates:
             try:
@@ -56,7 +65,8 @@ class AutoTransport:
 
 
 def choose(config: TransferConfig, cache: Blocks, notify: Callable[[], None]) -> Transport:
-    """The transport of one decode engine on the CPU, pulling into `cache`; `notify` is called from any thread when a pull is terminal.
+    """The transport of one decode engine on the CPU, pulling into `cache`; `notify` is called from any thread when a
+    pull is terminal.
 
     Raises ConfigError where the configured one cannot work here.
     """
@@ -69,13 +79,19 @@ def choose(config: TransferConfig, cache: Blocks, notify: Callable[[], None]) ->
 
 
 def choose_device(
-    config: TransferConfig, device: Device, cache: DeviceBlocks, notify: Callable[[], None], gather: Gather | None = None
+    config: TransferConfig,
+    device: Device,
+    cache: DeviceBlocks,
+    notify: Callable[[], None],
+    gather: Gather | None = None,
 ) -> Transport:
     """The same for an engine on a GPU. `gather`: the kernel that moves small pieces."""
     makers: dict[str, Callable[[], Transport]] = {
         "cuda_ipc": lambda: CudaIpcTransport(device, cache, notify, gather),
         "host_staged": lambda: HostStagedTransport(device, cache, notify),
-        "nixl": lambda: NixlTransport(Memory(cache.pointer, cache.num_blocks, cache.block_bytes, "VRAM", device.ordinal), notify),
+        "nixl": lambda: NixlTransport(
+            Memory(cache.pointer, cache.num_blocks, cache.block_bytes, "VRAM", device.ordinal), notify
+        ),
     }
 
     def facts(endpoint: Endpoint) -> str:
@@ -84,12 +100,18 @@ def choose_device(
     return _chosen(config, GPU_MEMORY, makers, facts)
 
 
-def possible(config: TransferConfig, names: tuple[str, ...], makers: dict[str, Callable[[], T]]) -> tuple[dict[str, T], list[str]]:
-    """What can be made for a cache that `names` can read: by name, and the reasons of what cannot. Raises ConfigError."""
+def possible(
+    config: TransferConfig, names: tuple[str, ...], makers: dict[str, Callable[[], T]]
+) -> tuple[dict[str, T], list[str]]:
+    """What can be made for a cache that `names` can read: by name, and the reasons of what cannot. Raises
+    ConfigError.
+    """
     wanted = names if config.transport == "auto" else (config.transport,)
     if not set(wanted) <= set(names):
         kind = "host" if names == HOST_MEMORY else "GPU"
-        raise ConfigError(f"transfer.transport: {config.transport} moves nothing out of {kind} memory; auto, {', '.join(names)} do")
+        raise ConfigError(
+            f"transfer.transport: {config.transport} moves nothing out of {kind} memory; auto, {', '.join(names)} do"
+        )
     made: dict[str, T] = {}
     reasons = []
     for name in wanted:
@@ -105,7 +127,10 @@ def possible(config: TransferConfig, names: tuple[str, ...], makers: dict[str, C
 
 
 def _chosen(
-    config: TransferConfig, names: tuple[str, ...], makers: dict[str, Callable[[], Transport]], facts: Callable[[Endpoint], str]
+    config: TransferConfig,
+    names: tuple[str, ...],
+    makers: dict[str, Callable[[], Transport]],
+    facts: Callable[[Endpoint], str],
 ) -> Transport:
     made, reasons = possible(config, names, makers)
     return AutoTransport(list(made.values()), reasons, facts) if config.transport == "auto" else made[config.transport]

@@ -1,9 +1,10 @@
-"""The legal transitions of a handoff, as data: one table for the prefill side, one for the decode side, and the timers of each state.
+"""The legal transitions of a handoff, as data: one table for the prefill side, one for the decode side, and the timers
+of each state.
 
-The services call `advance` at each transition; what no table lists raises ProtocolError. An event that a state ignores is not
-listed: the service drops it before it asks. Guards and actions live in the services; where a guard decides, an event has several
-next states and the service names the one it goes to. A timer runs only in states that list it: the service cancels the others at
-each transition.
+The services call `advance` at each transition; what no table lists raises ProtocolError. An event that a state ignores
+is not listed: the service drops it before it asks. Guards and actions live in the services; where a guard decides, an
+event has several next states and the service names the one it goes to. A timer runs only in states that list it: the
+service cancels the others at each transition.
 """
 
 from collections.abc import Mapping
@@ -167,8 +168,13 @@ def _decode_table() -> Table[DecodeState, DecodeEvent]:
             ((s.RESERVED,), (e.PULL_FAILED,), (s.GONE,)),
             ((s.RESERVED,), (e.ARRIVED,), (s.RUNNING,)),
             # DRAINING while a pull is in flight, GONE otherwise.
-            ((s.RESERVED,), (e.BAD_HANDOFF, e.ABORT, e.DEADLINE, e.ROUTER_GONE, e.DRAIN_DEADLINE, e.REVOKE), (s.DRAINING, s.GONE)),
-            # Its destination begins with blocks that the failed step was to fill: found by name while they were being computed.
+            (
+                (s.RESERVED,),
+                (e.BAD_HANDOFF, e.ABORT, e.DEADLINE, e.ROUTER_GONE, e.DRAIN_DEADLINE, e.REVOKE),
+                (s.DRAINING, s.GONE),
+            ),
+            # Its destination begins with blocks that the failed step was to fill: found by name while they were being
+            # computed.
             ((s.RESERVED,), (e.STEP_FAILED,), (s.DRAINING, s.GONE)),
             ((s.DRAINING,), (e.PULL_ENDED,), (s.GONE,)),
             ((s.RUNNING,), (e.FINISHED, e.STEP_FAILED, e.RETURNED), (s.GONE,)),
@@ -187,8 +193,8 @@ PREFILL_TIMERS: Mapping[PrefillState, frozenset[PrefillTimer]] = {
     PrefillState.LEASED: frozenset({"lease"}),
     PrefillState.REVOKING: frozenset({"revoke"}),
 }
-"""Which timers may run in a state. What waits for another process's answer has one: LEASED for decode's release, REVOKING for its
-refusal. WAITING and RUNNING end by this engine's own steps."""
+"""Which timers may run in a state. What waits for another process's answer has one: LEASED for decode's release,
+REVOKING for its refusal. WAITING and RUNNING end by this engine's own steps."""
 
 DECODE_TIMERS: Mapping[DecodeState, frozenset[DecodeTimer]] = {
     DecodeState.GONE: frozenset(),
@@ -198,4 +204,6 @@ DECODE_TIMERS: Mapping[DecodeState, frozenset[DecodeTimer]] = {
     DecodeState.DRAINING: frozenset({"pull"}),
     DecodeState.RUNNING: frozenset({"deadline"}),
 }
-"""As above. The pull's own timer runs in every state that a pull may write in, so that one that never ends by itself is asked to."""
+"""As above. The pull's own timer runs in every state that a pull may write in, so that one that never ends by itself is
+asked to.
+"""

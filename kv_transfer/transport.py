@@ -13,7 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 Blocks = npt.NDArray[np.uint8]
-"""uint8 [num_blocks, block_bytes]: a cache in host memory as a transport sees it; one on a GPU is `device.DeviceBlocks`."""
+"""uint8 [num_blocks, block_bytes]: a cache in host memory as a transport sees it; one on a GPU is
+`device.DeviceBlocks`.
+"""
 
 Endpoint = bytes
 """Opaque to everyone but the same transport on the other side; travels in `Hello` and `PeerUp`."""
@@ -40,7 +42,9 @@ class Peer(Protocol):
     """The readable side of one remote engine, in one of its epochs."""
 
     def pull(self, src_blocks: Sequence[int], dst_blocks: Sequence[int]) -> Pending:
-        """Starts copying whole blocks, `src_blocks[i]` there to `dst_blocks[i]` here. Raises PullFailed if it cannot start."""
+        """Starts copying whole blocks, `src_blocks[i]` there to `dst_blocks[i]` here. Raises PullFailed if it cannot
+        start.
+        """
         ...
 
     def read_word(self, slot: int) -> int:

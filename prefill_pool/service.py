@@ -54,7 +54,9 @@ _TIMERS: frozenset[PrefillTimer] = frozenset(get_args(PrefillTimer))
 
 @dataclass(slots=True)
 class Prefill:
-    """One attempt on this engine. Its blocks are the scheduler's until the last commit or the revoke, ours (`block_ids`) after."""
+    """One attempt on this engine. Its blocks are the scheduler's until the last commit or the revoke, ours
+    (`block_ids`) after.
+    """
 
     request: GenerateRequest
     timeline: Timeline
@@ -126,7 +128,14 @@ class PrefillService:
             RouterStatus: lambda envelope: None,
         }
         self._link = RouterLink(
-            self, link, clock, address=address, hello=hello, handlers=handlers, outbox=self.outbox, counters=self.counters
+            self,
+            link,
+            clock,
+            address=address,
+            hello=hello,
+            handlers=handlers,
+            outbox=self.outbox,
+            counters=self.counters,
         )
 
     # ---- the four verbs of a service
@@ -318,7 +327,9 @@ class PrefillService:
         first_token_id: int | None = None,
         first_logprobs: TokenLogprobs | None = None,
     ) -> None:
-        """Writes the word once, then sends a handoff. The blocks' bytes are in memory: their step has been committed."""
+        """Writes the word once, then sends a handoff. The blocks' bytes are in memory: their step has been
+        committed.
+        """
         if not entry.lease_id:
             slot = self._leases.allocate()
             if slot is None:
@@ -349,14 +360,18 @@ class PrefillService:
     # ---- timers and the like
 
     def _on_lease_timer(self, entry: Prefill) -> None:
-        log.warning("lease expired", extra=about(entry.request.key) | {"peer": label(entry.peer), "lease_id": entry.lease_id})
+        log.warning(
+            "lease expired", extra=about(entry.request.key) | {"peer": label(entry.peer), "lease_id": entry.lease_id}
+        )
         self.counters["expired"] += 1
         self._report(entry, "failed", "lease_expired")
         self._tell_revoked(entry, "lease_expired")
         self._forget(entry, PrefillEvent.LEASE_TIMER)
 
     def _on_revoke_timer(self, entry: Prefill) -> None:
-        log.warning("revoke expired", extra=about(entry.request.key) | {"peer": label(entry.peer), "lease_id": entry.lease_id})
+        log.warning(
+            "revoke expired", extra=about(entry.request.key) | {"peer": label(entry.peer), "lease_id": entry.lease_id}
+        )
         self.counters["expired"] += 1
         if entry.report:
             self._report(entry, entry.report, "revoke_expired")
@@ -370,9 +385,13 @@ class PrefillService:
             self._revoke(entry, PrefillEvent.DEADLINE, "deadline", report=None)
 
     def end_all(self, because: Ending) -> None:
-        """Ends all keys, and says so: a router that was only slow must not wait for them. Of an older router's keys nothing is said."""
+        """Ends all keys, and says so: a router that was only slow must not wait for them. Of an older router's keys
+        nothing is said.
+        """
         event, reason = (
-            (PrefillEvent.DRAIN_DEADLINE, "drained") if because == "drain_deadline" else (PrefillEvent.ROUTER_GONE, ROUTER_SILENT)
+            (PrefillEvent.DRAIN_DEADLINE, "drained")
+            if because == "drain_deadline"
+            else (PrefillEvent.ROUTER_GONE, ROUTER_SILENT)
         )
         if self._entries and because == "router_gone":
             log.info("the router is gone", extra={"num_open": len(self._entries)})

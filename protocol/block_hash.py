@@ -1,7 +1,8 @@
 """Content hashes of full KV blocks: the key of every prefix cache, the same in every process.
 
 hash(block i) = blake2b-128(hash(block i-1) || token ids of block i as little-endian int32);
-the chain starts from blake2b-128(salt length || salt || model fingerprint), so caches of two models or two salts never meet.
+the chain starts from blake2b-128(salt length || salt || model fingerprint), so caches of two models or two salts never
+meet.
 
 Single hashes are bytes; where many are moved they are rows of an int32 array [n, 4] of the same bytes.
 """
@@ -33,7 +34,9 @@ def block_hash(parent: bytes, token_ids: bytes) -> bytes:
 
 
 def chain_hashes(root: bytes, token_ids: Int32, block_size: int) -> list[bytes]:
-    """Hashes of all full blocks of a prompt. `token_ids`: int32 [num_tokens]; returns num_tokens // block_size of them."""
+    """Hashes of all full blocks of a prompt. `token_ids`: int32 [num_tokens]; returns num_tokens // block_size of
+    them.
+    """
     data = np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
     width = block_size * 4
     chain = [root]

@@ -1,6 +1,7 @@
 """Order between shells: numbers what goes out, restores order of what comes in, drops duplicates, reports lasting gaps.
 
-The protocol assumes that messages of one sender reach one receiver in order and once; the wires between processes give neither.
+The protocol assumes that messages of one sender reach one receiver in order and once; the wires between processes give
+neither.
 """
 
 from dataclasses import dataclass, field
@@ -50,7 +51,9 @@ class _Sender:
 
 
 class Incoming:
-    """Restores the order at one receiver. A newer epoch of a sender replaces the older, whose later messages are dropped."""
+    """Restores the order at one receiver. A newer epoch of a sender replaces the older, whose later messages are
+    dropped.
+    """
 
     def __init__(self, address: Address, clock: Clock, gap_timeout_s: float = 5.0) -> None:
         self.address = address
@@ -61,7 +64,8 @@ class Incoming:
     def accept(self, envelope: Envelope) -> list[Envelope]:
         """What can be delivered now, in order: nothing, `envelope`, or it and those held for it.
 
-        One meant for another epoch of ours passes through unordered, duplicates too: the service decides what becomes of it.
+        One meant for another epoch of ours passes through unordered, duplicates too: the service decides what becomes
+        of it.
         """
         if envelope.receiver != self.address:
             return [envelope]
@@ -83,7 +87,9 @@ class Incoming:
         return ready
 
     def lost(self) -> list[Address]:
-        """Senders with a message missing for longer than the timeout, each reported once and then muted: its order cannot be restored."""
+        """Senders with a message missing for longer than the timeout, each reported once and then muted: its order
+        cannot be restored.
+        """
         now = self._clock()
         found = []
         for name, sender in self._senders.items():

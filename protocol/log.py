@@ -1,12 +1,14 @@
-"""Logs as JSON, one object a line, on standard error: time, level, logger, replica, message, and whatever the line is about.
+"""Logs as JSON, one object a line, on standard error: time, level, logger, replica, message, and whatever the line is
+about.
 
     log = logging.getLogger(__name__)
     log.warning("attempt failed", extra=about(key) | {"error": error})
     {"time": "2026-05-04T09:12:31.084Z", "level": "warning", "logger": "router.router", "replica": "router@1",
      "message": "attempt failed", "request_id": "a1", "attempt": 1, "error": "lease_expired"}
 
-Lines about one request are debug: at load there are thousands. Replicas that come and go are info. Failures, and what a peer did that
-it may not, are warnings. Until `configure` is called nothing is written: tests and simulators call it not.
+Lines about one request are debug: at load there are thousands. Replicas that come and go are info. Failures, and what a
+peer did that it may not, are warnings. Until `configure` is called nothing is written: tests and simulators call it
+not.
 """
 
 import json
@@ -50,19 +52,27 @@ class JsonFormatter(logging.Formatter):
         self._replica = label(address)
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, whatever the message holds. Fields are those given as `extra`; what JSON has no word for becomes text."""
+        """One line, whatever the message holds. Fields are those given as `extra`; what JSON has no word for becomes
+        text.
+        """
         fields: dict[str, Any] = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "time": datetime.fromtimestamp(record.created, UTC)
+            .isoformat(timespec="milliseconds")
+            .replace("+00:00", "Z"),
             "level": record.levelname.lower(),
             "logger": record.name,
             "replica": self._replica,
             "message": record.getMessage(),
         }
-        fields |= {name: value for name, value in vars(record).items() if name not in _STANDARD and not name.startswith("_")}
+        fields |= {
+            name: value for name, value in vars(record).items() if name not in _STANDARD and not name.startswith("_")
+        }
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
         return json.dumps(fields, default=str)
 
 
 for _package in PACKAGES:
-    logging.getLogger(_package).addHandler(logging.NullHandler())  # else Python prints warnings where nobody configured anything
+    logging.getLogger(_package).addHandler(
+        logging.NullHandler()
+    )  # else Python prints warnings where nobody configured anything

@@ -16,7 +16,8 @@
     Drain            R -> P, D    take nothing new, be done by then
     PeerGap          P, D -> R    messages of this sender are missing for good
 
-Sender, receiver and sequence number travel in the `Envelope`. Times are durations in seconds: no process reads another's clock.
+Sender, receiver and sequence number travel in the `Envelope`. Times are durations in seconds: no process reads
+another's clock.
 """
 
 from dataclasses import dataclass, field
@@ -50,7 +51,9 @@ class RequestKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen and when the answer ends. Names and meaning follow vLLM; the defaults choose the likeliest token."""
+    """How tokens are chosen and when the answer ends. Names and meaning follow vLLM; the defaults choose the likeliest
+    token.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
@@ -70,12 +73,15 @@ class SamplingParams:
     seed: int | None = None
     """The router draws a missing one, so that every attempt of a request uses the same."""
     stop_token_ids: tuple[int, ...] = ()
-    """End the answer, and are part of it. The model's end-of-sequence ids are added by the engine unless `ignore_eos`."""
+    """End the answer, and are part of it. The model's end-of-sequence ids are added by the engine unless `ignore_eos`.
+    """
     ignore_eos: bool = False
 
 
 class TokenLogprobs(NamedTuple):
-    """Natural logarithms of the model's own probabilities, before penalties, temperature and filters. `top`: likeliest first."""
+    """Natural logarithms of the model's own probabilities, before penalties, temperature and filters. `top`: likeliest
+    first.
+    """
 
     chosen: float
     top_token_ids: tuple[int, ...] = ()
@@ -84,7 +90,9 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """R -> P and D: one attempt. `prompt_token_ids` = prompt + tokens already delivered (int32); `offset` counts the latter."""
+    """R -> P and D: one attempt. `prompt_token_ids` = prompt + tokens already delivered (int32); `offset` counts the
+    latter.
+    """
 
     key: RequestKey
     slot: int
@@ -171,8 +179,8 @@ class End(NamedTuple):
 class StageSeconds(NamedTuple):
     """Seconds one attempt spent in each stage of this engine: sent with its first token and with its end.
 
-    `num_cached_tokens`: how much of its known tokens the engine that computes them had in its prefix cache when the attempt
-    began. None: not told here.
+    `num_cached_tokens`: how much of its known tokens the engine that computes them had in its prefix cache when the
+    attempt began. None: not told here.
     """
 
     slot: int
@@ -194,8 +202,9 @@ class Logprobs(NamedTuple):
 class StepTokens:
     """P, D -> R: one row per request that got tokens in this step (or ended).
 
-    `slots`, `attempts`, `offsets`, `counts`: [num_rows]; row i owns the next `counts[i]` entries of `token_ids` and its first token
-    has index `offsets[i]` in the whole answer. `ends` may name slots without a row. `logprobs`: of every token of the requests that asked.
+    `slots`, `attempts`, `offsets`, `counts`: [num_rows]; row i owns the next `counts[i]` entries of `token_ids` and its
+    first token has index `offsets[i]` in the whole answer. `ends` may name slots without a row. `logprobs`: of every
+    token of the requests that asked.
     """
 
     router_epoch: int
@@ -213,10 +222,10 @@ class StepTokens:
 class ReplicaStatus:
     """P, D -> R: liveness and load only; no request changes state because of a number in here.
 
-    `counters` and `distributions` are cumulative within the epoch; of the free blocks `num_cached_blocks` hold content that can be hit,
-    `num_held_blocks` are neither free nor owned: a step in flight may touch them. `thrash_ratio`: tokens computed again after
-    preemptions per token generated, over the engine's window. `transport`: how KV comes here, "" where none does.
-    `hashes_added`/`hashes_removed`: prefix-cache changes since the status before.
+    `counters` and `distributions` are cumulative within the epoch; of the free blocks `num_cached_blocks` hold content
+    that can be hit, `num_held_blocks` are neither free nor owned: a step in flight may touch them. `thrash_ratio`:
+    tokens computed again after preemptions per token generated, over the engine's window. `transport`: how KV comes
+    here, "" where none does. `hashes_added`/`hashes_removed`: prefix-cache changes since the status before.
     """
 
     state: Literal["up", "draining"]
@@ -240,7 +249,9 @@ class ReplicaStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterStatus:
-    """`prefill_room_blocks`, `prefill_max_tokens`: most free blocks in a prefill engine, and most known tokens that one can take."""
+    """`prefill_room_blocks`, `prefill_max_tokens`: most free blocks in a prefill engine, and most known tokens that one
+    can take.
+    """
 
     router_epoch: int
     seq: int
@@ -252,8 +263,8 @@ class RouterStatus:
 class Hello:
     """An engine has started. `endpoint`: opaque to everyone but its peers' transport.
 
-    `max_prompt_tokens`: longest prompt it computes from the beginning. An answer that goes on elsewhere brings more known tokens:
-    the engine takes as many as its blocks and `max_model_len` hold.
+    `max_prompt_tokens`: longest prompt it computes from the beginning. An answer that goes on elsewhere brings more
+    known tokens: the engine takes as many as its blocks and `max_model_len` hold.
     """
 
     role: Literal["prefill", "decode"]

@@ -1,7 +1,9 @@
-"""An engine's end of the link to the router: which router counts, is it alive, what comes from it, and what goes to it after a step.
+"""An engine's end of the link to the router: which router counts, is it alive, what comes from it, and what goes to it
+after a step.
 
-One router epoch counts at a time, the newest seen. Its predecessor's keys are dead from that moment on. What is the same in
-both pools stands here: who is heard, meeting a router and losing it, the drain, the status. Each service keeps its own table.
+One router epoch counts at a time, the newest seen. Its predecessor's keys are dead from that moment on. What is the
+same in both pools stands here: who is heard, meeting a router and losing it, the drain, the status. Each service keeps
+its own table.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,7 +34,9 @@ from protocol.messages import (
 
 
 class Rows(NamedTuple):
-    """Token rows of one committed step, as `StepTokens` wants them. Each array: [num_rows], `token_ids`: [sum(counts)]."""
+    """Token rows of one committed step, as `StepTokens` wants them. Each array: [num_rows], `token_ids`:
+    [sum(counts)].
+    """
 
     slots: Int64
     attempts: Int32
@@ -77,7 +81,9 @@ class Linked(Protocol):
 
 
 class RouterLink:
-    """Verbs: `handle` what comes, `tick`, `flush` what goes. Beside these, `end` and `stages` gather what the next `StepTokens` says."""
+    """Verbs: `handle` what comes, `tick`, `flush` what goes. Beside these, `end` and `stages` gather what the next
+    `StepTokens` says.
+    """
 
     def __init__(
         self,
@@ -91,7 +97,9 @@ class RouterLink:
         outbox: list[tuple[Address, Message]],
         counters: dict[str, float],
     ) -> None:
-        """`address`: the engine's own. `handlers`: by type of message, `Drain` aside. Of `counters` the link keeps "ignored"."""
+        """`address`: the engine's own. `handlers`: by type of message, `Drain` aside. Of `counters` the link keeps
+        "ignored".
+        """
         self._service, self._clock = service, clock
         self._own_address, self._hello = address, hello
         self._handlers = {**handlers, Drain: self._on_drain}
@@ -117,8 +125,8 @@ class RouterLink:
         return self._drain_at is not None
 
     def handle(self, envelope: Envelope) -> None:
-        """One message, in its sender's order, to its handler; what is meant for other epochs is dropped. Raises ProtocolError for a kind
-        that this engine knows nothing of."""
+        """One message, in its sender's order, to its handler; what is meant for other epochs is dropped. Raises
+        ProtocolError for a kind that this engine knows nothing of."""
         if envelope.sender.replica_id == ROUTER_ID:
             if envelope.sender.epoch < self.epoch:
                 self._counters["ignored"] += 1
@@ -135,7 +143,9 @@ class RouterLink:
         self.flush()
 
     def meet(self, router_epoch: int) -> None:
-        """An epoch met in a message. If it is newer than all before, every older key ends, and that router learns who we are."""
+        """An epoch met in a message. If it is newer than all before, every older key ends, and that router learns who
+        we are.
+        """
         if router_epoch <= self.epoch:
             return
         self.epoch, self._heard_at, self._lost = router_epoch, self._clock(), False
@@ -160,13 +170,21 @@ class RouterLink:
             if self._service.idle:
                 self._service.check_idle()
 
-    def end(self, key: RequestKey, slot: int, kind: EndKind, *, finish_reason: FinishReason | None = None, error: str = "") -> None:
-        """Adds the end of an attempt to the next `StepTokens`. Keys of an older router are ignored: nobody would read it."""
+    def end(
+        self, key: RequestKey, slot: int, kind: EndKind, *, finish_reason: FinishReason | None = None, error: str = ""
+    ) -> None:
+        """Adds the end of an attempt to the next `StepTokens`. Keys of an older router are ignored: nobody would read
+        it.
+        """
         if key.router_epoch == self.epoch:
             self._ends.append(End(slot, key.attempt, kind, finish_reason, error))
 
-    def stages(self, key: RequestKey, slot: int, seconds: dict[str, float], num_cached_tokens: int | None = None) -> None:
-        """Adds stage times of an attempt to the next `StepTokens`, and what the prefix cache had of it where that is said."""
+    def stages(
+        self, key: RequestKey, slot: int, seconds: dict[str, float], num_cached_tokens: int | None = None
+    ) -> None:
+        """Adds stage times of an attempt to the next `StepTokens`, and what the prefix cache had of it where that is
+        said.
+        """
         if key.router_epoch == self.epoch:
             self._stages.append(StageSeconds(slot, key.attempt, seconds, num_cached_tokens))
 

@@ -1,6 +1,8 @@
-"""The router as one process: core, front door and gRPC server on one event loop. Plain class; the composition root makes it a Ray actor.
+"""The router as one process: core, front door and gRPC server on one event loop. Plain class; the composition root
+makes it a Ray actor.
 
-Asynchronous, because it serves its own sockets; Ray does not keep the order of calls on such actors, `protocol.delivery` restores it.
+Asynchronous, because it serves its own sockets; Ray does not keep the order of calls on such actors,
+`protocol.delivery` restores it.
 """
 
 import asyncio
@@ -26,7 +28,9 @@ from router.tokenizer import load_tokenizer
 from router.tracing import SpanTracing, export_to
 
 SWITCH_INTERVAL_S = 0.0005
-"""How long a busy thread (tokenisation) keeps the interpreter from the event loop: at Python's 5 ms every message may wait that long."""
+"""How long a busy thread (tokenisation) keeps the interpreter from the event loop: at Python's 5 ms every message may
+wait that long.
+"""
 STOP_GRACE_S = 1.0
 """ActiveRequest calls get this long to read what they have, after a drain or without one."""
 
@@ -61,7 +65,9 @@ class RouterActor:
         tokenizer = load_tokenizer(self._model_dir, self._vocab_size)
         self._tracing = export_to(self._config.otlp_endpoint) if self._config.otlp_endpoint else None
         model = Model(self._model_dir.name if self._model_dir else "arithmetic", self._vocab_size)
-        self._door = FrontDoor(self._core, tokenizer, self._config, model, send=self._post, clock=time.monotonic, tracing=self._tracing)
+        self._door = FrontDoor(
+            self._core, tokenizer, self._config, model, send=self._post, clock=time.monotonic, tracing=self._tracing
+        )
         self._server = Server(self._door, self._config)
         self._metrics = MetricsServer(RouterCollector(self._core, self._door), self._config)
         self._metrics_port = self._metrics.start()
@@ -133,7 +139,9 @@ class RouterActor:
                 await asyncio.to_thread(self._tracing.close)
 
     async def _receive(self) -> None:
-        """Hands messages on in order. What it raises is a bug in the core: `failure` tells of it; an error of `deliver` reaches nobody."""
+        """Hands messages on in order. What it raises is a bug in the core: `failure` tells of it; an error of `deliver`
+        reaches nobody.
+        """
         while True:
             for envelope in self._incoming.accept(await self._inbox.get()):
                 self._door.deliver(envelope)

@@ -10,7 +10,9 @@ from protocol.messages import Hello, SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientRequest:
-    """What a front door submits. `prompt_token_ids`: int32 [num_tokens]; `max_tokens` None: as many as fit; `deadline_s`: time left."""
+    """What a front door submits. `prompt_token_ids`: int32 [num_tokens]; `max_tokens` None: as many as fit;
+    `deadline_s`: time left.
+    """
 
     request_id: str
     prompt_token_ids: Int32
@@ -42,14 +44,18 @@ class Limits:
         )
 
     def check(self, request: ClientRequest) -> int:
-        """Returns the answer's length limit in tokens, clipped to the model's; raises InvalidRequest for what can never fit."""
+        """Returns the answer's length limit in tokens, clipped to the model's; raises InvalidRequest for what can never
+        fit.
+        """
         num_prompt = len(request.prompt_token_ids)
         if num_prompt == 0:
             raise InvalidRequest("prompt", "empty", "at least 1 token")
         if request.max_tokens is not None and request.max_tokens < 1:
             raise InvalidRequest("max_tokens", request.max_tokens, "at least 1")
         if num_prompt > self.max_model_len - 1:
-            raise InvalidRequest("prompt", f"{num_prompt} tokens", f"at most max_model_len - 1 = {self.max_model_len - 1} tokens")
+            raise InvalidRequest(
+                "prompt", f"{num_prompt} tokens", f"at most max_model_len - 1 = {self.max_model_len - 1} tokens"
+            )
         if num_prompt > self.num_pool_tokens:
             raise InvalidRequest("prompt", f"{num_prompt} tokens", f"the KV pool holds {self.num_pool_tokens} tokens")
         num_left = self.max_model_len - num_prompt
@@ -68,7 +74,9 @@ class Limits:
 
 
 class AdmissionQueue:
-    """Slots of accepted requests without an engine: lowest (priority, order) first; `returned` ones go before all of their priority."""
+    """Slots of accepted requests without an engine: lowest (priority, order) first; `returned` ones go before all of
+    their priority.
+    """
 
     def __init__(self, max_queue: int) -> None:
         self._max_queue = max_queue
@@ -83,14 +91,17 @@ class AdmissionQueue:
         return slot in self._waiting
 
     def check_room(self, num_more: int, num_places: int) -> None:
-        """Raises Overloaded unless all of `num_more` find room, here or in the engines, which have `num_places` if nobody waits for one.
+        """Raises Overloaded unless all of `num_more` find room, here or in the engines, which have `num_places` if
+        nobody waits for one.
 
         Requests that come back from an engine were accepted before and always find room.
         """
         num_waiting = len(self._waiting)
         if num_waiting + num_more > self._max_queue + (0 if num_waiting else num_places):
             wish = f"{num_more} answers are asked for, {num_places} find a place at once, " if num_more > 1 else ""
-            raise Overloaded(f"{wish}{num_waiting} requests are waiting, max_queue is {self._max_queue}", retry_after_s=1.0)
+            raise Overloaded(
+                f"{wish}{num_waiting} requests are waiting, max_queue is {self._max_queue}", retry_after_s=1.0
+            )
 
     def push(self, slot: int, priority: int, *, front: bool = False) -> None:
         if front:

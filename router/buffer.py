@@ -8,7 +8,9 @@ from router.request import Ended
 
 
 class Buffer:
-    """Keeps at most `max_tokens`. One answer that grows beyond is to be cancelled, and ends with an error that says why."""
+    """Keeps at most `max_tokens`. One answer that grows beyond is to be cancelled, and ends with an error that says
+    why.
+    """
 
     __slots__ = ("_logprobs", "_max_tokens", "_tokens", "overflown")
 

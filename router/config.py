@@ -23,7 +23,9 @@ class RouterConfig:
     policy: str = "least_loaded"
     """How a replica of each pool is chosen: a name of router/policy.py."""
     disaggregation: Disaggregation = "auto"
-    """auto: a decode engine serves alone while no prefill engine can. strict: such requests wait or are refused. off: always alone."""
+    """auto: a decode engine serves alone while no prefill engine can. strict: such requests wait or are refused. off:
+    always alone.
+    """
     min_disaggregated_tokens: int = 0
     """Prompts of which the decode engine lacks fewer tokens than this are computed there."""
     max_message_bytes: int = 4 * 1024 * 1024
@@ -62,11 +64,19 @@ class RouterConfig:
         for name in ("max_message_bytes", "max_queue", "max_attempts", "max_buffered_tokens", "tokenizer_threads"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: {getattr(self, name)} is below 1")
-        for name in ("status_interval_s", "replica_timeout_s", "router_timeout_s", "tick_interval_s", "write_timeout_s"):
+        for name in (
+            "status_interval_s",
+            "replica_timeout_s",
+            "router_timeout_s",
+            "tick_interval_s",
+            "write_timeout_s",
+        ):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}: {getattr(self, name)} is not above 0")
         if self.queue_ttl_s is not None and not self.queue_ttl_s > 0:
             raise ConfigError(f"queue_ttl_s: {self.queue_ttl_s} is not above 0")
         for name in ("replica_timeout_s", "router_timeout_s"):
             if getattr(self, name) <= self.status_interval_s:
-                raise ConfigError(f"{name}: {getattr(self, name)} is not above status_interval_s {self.status_interval_s}")
+                raise ConfigError(
+                    f"{name}: {getattr(self, name)} is not above status_interval_s {self.status_interval_s}"
+                )

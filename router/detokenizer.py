@@ -10,10 +10,12 @@ from router.tokenizer import Tokenizer, join_bytes
 
 
 class Detokenizer:
-    """Lives as long as one answer. `stopped` turns true at the first complete stop string; the text ends before it, or with it
-    if `include_stop`. One that is complete within the first `min_tokens` tokens counts for nothing."""
+    """Lives as long as one answer. `stopped` turns true at the first complete stop string; the text ends before it, or
+    with it if `include_stop`. One that is complete within the first `min_tokens` tokens counts for nothing."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), *, include_stop: bool = False, min_tokens: int = 0) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), *, include_stop: bool = False, min_tokens: int = 0
+    ) -> None:
         self._token_bytes = tokenizer.token_bytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._matchers = [_Matcher(text) for text in stop]
@@ -24,7 +26,9 @@ class Detokenizer:
         self.stopped = False
 
     def push(self, token_ids: list[int]) -> tuple[str, int]:
-        """The next piece (may be empty) and how many of `token_ids` [num_tokens] belong to the answer: all, unless `stopped`."""
+        """The next piece (may be empty) and how many of `token_ids` [num_tokens] belong to the answer: all, unless
+        `stopped`.
+        """
         if not self._matchers:
             return self._utf8.decode(join_bytes(self._token_bytes, token_ids)), len(token_ids)
         pieces = []

@@ -15,7 +15,9 @@ log = logging.getLogger(__name__)
 
 
 class Fleet:
-    """Replicas by address. An address is present from its `Hello` until it is down; its epoch must be the newest started."""
+    """Replicas by address. An address is present from its `Hello` until it is down; its epoch must be the newest
+    started.
+    """
 
     def __init__(self, clock: Clock, outbox: list[tuple[Address, Message]], *, replica_timeout_s: float) -> None:
         self._clock = clock
@@ -73,7 +75,9 @@ class Fleet:
         log.info("replica up", extra={"peer": label(address), "num_blocks": hello.num_blocks})
         if hello.role == "prefill":
             self.max_prefill_tokens = max(self.max_prefill_tokens, hello.max_prompt_tokens)
-            self._outbox.extend((decode.address, PeerUp(peer=address, endpoint=hello.endpoint)) for decode in self.pool("decode"))
+            self._outbox.extend(
+                (decode.address, PeerUp(peer=address, endpoint=hello.endpoint)) for decode in self.pool("decode")
+            )
             return
         limits = Limits.of(hello)
         self.limits = limits if self.limits is None else limits.smaller(self.limits)
@@ -138,8 +142,16 @@ class Fleet:
         return AttemptLoad(ask.num_uncached(replica) if replica.hello.role == "prefill" else 0, ask.num_blocks(replica))
 
     def send_status(self, router_epoch: int, seq: int, to: Address | None = None, *, returns: bool = True) -> None:
-        """To one engine, or to all that were started. `returns`: what a decode engine returns may go to the prefill pool."""
-        room = [(r.status.num_free_blocks, r.max_known_tokens) for r in self.pool("prefill") if r.state == "up" and r.status is not None]
+        """To one engine, or to all that were started. `returns`: what a decode engine returns may go to the prefill
+        pool.
+        """
+        room = [
+            (r.status.num_free_blocks, r.max_known_tokens)
+            for r in self.pool("prefill")
+            if r.state == "up" and r.status is not None
+        ]
         num_blocks, max_tokens = max(room, default=(0, 0)) if returns else (0, 0)
-        status = RouterStatus(router_epoch=router_epoch, seq=seq, prefill_room_blocks=num_blocks, prefill_max_tokens=max_tokens)
+        status = RouterStatus(
+            router_epoch=router_epoch, seq=seq, prefill_room_blocks=num_blocks, prefill_max_tokens=max_tokens
+        )
         self._outbox.extend((address, status) for address in ([to] if to else self._started.values()))

@@ -1,13 +1,16 @@
 """What every front door shares: it owns the router's core and carries each request through it.
 
  1. `generate` reads, validates and tokenises a message off the event loop.
- 2. The core is handed one request per answer (`submit`), or refuses with a RequestError; it accepts all answers, or none.
- 3. After every input, a tick included, `pump` sends the core's outbox to the engines and its events to the answers they belong to.
- 4. `generate` takes the tokens as fast as its client does, several steps at once if the client is slow, and makes text of them.
- 5. Exactly one `Ended` closes each answer; the call ends with the last, or with the first error. A caller that stops iterating
-    cancels what is open.
- 6. What the client was told is what is counted and traced, once it was told: the core's own end may be another (a stop string in the
-    last tokens, a client too slow for them).
+ 2. The core is handed one request per answer (`submit`), or refuses with a RequestError; it accepts all answers, or
+    none.
+ 3. After every input, a tick included, `pump` sends the core's outbox to the engines and its events to the answers they
+    belong to.
+ 4. `generate` takes the tokens as fast as its client does, several steps at once if the client is slow, and makes text
+    of them.
+ 5. Exactly one `Ended` closes each answer; the call ends with the last, or with the first error. A caller that stops
+    iterating cancels what is open.
+ 6. What the client was told is what is counted and traced, once it was told: the core's own end may be another (a stop
+    string in the last tokens, a client too slow for them).
 
 Everything but tokenisation runs on one event loop, so the core needs no lock.
 """
@@ -35,9 +38,13 @@ from twopass.proto import twopass_pb2 as pb
 
 TOKENIZER_RETRY_S = 1.0
 DEADLINE_ROUNDING, DEADLINE_TRAVEL_S = 0.01, 0.05
-"""A client's deadline passes there first: gRPC rounds it up by such a share for its way here, and the way takes time."""
+"""A client's deadline passes there first: gRPC rounds it up by such a share for its way here, and the way takes time.
+"""
 
-_FINISH_REASONS: dict[FinishReason, pb.FinishReason] = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
+_FINISH_REASONS: dict[FinishReason, pb.FinishReason] = {
+    "stop": pb.FINISH_REASON_STOP,
+    "length": pb.FINISH_REASON_LENGTH,
+}
 
 T = TypeVar("T")
 
@@ -129,7 +136,9 @@ class FrontDoor:
     def _deliver(self, delivered: Delivered) -> None:
         for request_id, token_ids in delivered.rows():
             answer = self._answers.get(request_id)
-            if answer is not None and answer.push(token_ids, delivered.logprobs.get(request_id, ())):  # None: its client went away
+            if answer is not None and answer.push(
+                token_ids, delivered.logprobs.get(request_id, ())
+            ):  # None: its client went away
                 self.core.cancel(request_id)
 
     def drain(self, deadline_s: float) -> None:
@@ -177,8 +186,9 @@ class FrontDoor:
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """The answers in pieces, the last of each with `finish_reason`, the last of all with usage and timing.
 
-        `read` is called in a thread and may raise RequestError, as this does. Close the generator (`contextlib.aclosing`): that is
-        what cancels answers nobody waits for. `traceparent`: the caller's W3C trace context, from its metadata.
+        `read` is called in a thread and may raise RequestError, as this does. Close the generator
+        (`contextlib.aclosing`): that is what cancels answers nobody waits for. `traceparent`: the caller's W3C trace
+        context, from its metadata.
         """
         arrived_at, trace, num_answers = self._clock(), self._tracing.begin(traceparent), 1
 
@@ -271,7 +281,9 @@ class FrontDoor:
         first_at = min(now if other.first_at is None else other.first_at for other in answers)
         attempts = max(end.attempts for end in ends)
         piece.usage.CopyFrom(usage)
-        piece.timing.CopyFrom(pb.Timing(ttft_s=first_at - call.arrived_at, total_s=total_s, stages=stages, attempts=attempts))
+        piece.timing.CopyFrom(
+            pb.Timing(ttft_s=first_at - call.arrived_at, total_s=total_s, stages=stages, attempts=attempts)
+        )
 
     def _told(self, answer: "_Answer", finish: "_Finish") -> None:
         """The connection has taken an answer's last piece."""
@@ -280,7 +292,10 @@ class FrontDoor:
 
     def _gone(self, arrived_at: float, deadline_s: float | None) -> RequestError:
         """What a client has that does not wait for the end: its deadline has passed, or it cancels."""
-        if deadline_s is not None and self._clock() - arrived_at >= deadline_s * (1 - DEADLINE_ROUNDING) - DEADLINE_TRAVEL_S:
+        if (
+            deadline_s is not None
+            and self._clock() - arrived_at >= deadline_s * (1 - DEADLINE_ROUNDING) - DEADLINE_TRAVEL_S
+        ):
             return DeadlineExceeded(f"deadline: {deadline_s:g} s have passed")
         return RequestCancelled("the client is gone")
 
@@ -331,7 +346,16 @@ class FrontDoor:
 class _Call:
     """One call and its answers, all to the same prompt."""
 
-    __slots__ = ("_wake", "answers", "arrived_at", "deadline_s", "num_prompt_tokens", "request_id", "submitted_at", "trace")
+    __slots__ = (
+        "_wake",
+        "answers",
+        "arrived_at",
+        "deadline_s",
+        "num_prompt_tokens",
+        "request_id",
+        "submitted_at",
+        "trace",
+    )
 
     def __init__(
         self,
@@ -347,7 +371,10 @@ class _Call:
         self.arrived_at, self.submitted_at, self.trace = arrived_at, submitted_at, trace
         self.num_prompt_tokens = len(parsed.requests[0].prompt_token_ids)
         self._wake = asyncio.Event()
-        self.answers = [_Answer(index, parsed, tokenizer, Buffer(max_buffered_tokens), self._wake) for index in range(len(parsed.requests))]
+        self.answers = [
+            _Answer(index, parsed, tokenizer, Buffer(max_buffered_tokens), self._wake)
+            for index in range(len(parsed.requests))
+        ]
 
     async def news(self) -> list["_Answer"]:
         """Answers for which tokens wait, or the end; at least one. To be called while one is not done."""
@@ -370,7 +397,18 @@ class _Finish(NamedTuple):
 class _Answer:
     """Tokens on their way from the core to one client."""
 
-    __slots__ = ("_buffer", "_wake", "detokenizer", "ended", "finish", "first_at", "index", "num_tokens", "request_id", "told")
+    __slots__ = (
+        "_buffer",
+        "_wake",
+        "detokenizer",
+        "ended",
+        "finish",
+        "first_at",
+        "index",
+        "num_tokens",
+        "request_id",
+        "told",
+    )
 
     def __init__(self, index: int, parsed: Parsed, tokenizer: Tokenizer, buffer: Buffer, wake: asyncio.Event) -> None:
         request = parsed.requests[index]
@@ -419,7 +457,11 @@ def _replica_load(replica: ReplicaView, now: float) -> pb.ReplicaLoad:
     )
     if status is not None:
         load.num_waiting, load.num_running = status.num_waiting, status.num_running
-        load.num_free_blocks, load.num_leases, load.num_pulls = status.num_free_blocks, status.num_leases, status.num_pulls
+        load.num_free_blocks, load.num_leases, load.num_pulls = (
+            status.num_free_blocks,
+            status.num_leases,
+            status.num_pulls,
+        )
         load.transport = status.transport
         load.counters.update(status.counters)
         load.last_trays.extend(pb.Tray(num_tokens=tray) for tray in status.last_trays)

@@ -1,7 +1,7 @@
 """Requests that a decode engine takes forward together, one token each in every step.
 
-As long as its messages name the same requests in the same order, each with the token after its last, comparing four arrays takes the
-place of a look at every row.
+As long as its messages name the same requests in the same order, each with the token after its last, comparing four
+arrays takes the place of a look at every row.
 """
 
 from collections.abc import Sequence
@@ -11,12 +11,18 @@ from router.request import ActiveRequest, Delivered
 
 
 class Lockstep:
-    """What the next message of an engine is likely to say. Void as soon as anything else befalls one of the requests."""
+    """What the next message of an engine is likely to say. Void as soon as anything else befalls one of the
+    requests.
+    """
 
     __slots__ = ("_attempts", "_counts", "_entries", "_offsets", "_request_ids", "_slots", "at")
 
     def __init__(self, message: StepTokens, entries: Sequence[ActiveRequest], now: float) -> None:
-        self._slots, self._attempts, self._counts = message.slots.tobytes(), message.attempts.tobytes(), message.counts.tobytes()
+        self._slots, self._attempts, self._counts = (
+            message.slots.tobytes(),
+            message.attempts.tobytes(),
+            message.counts.tobytes(),
+        )
         self._offsets = message.offsets + 1
         self._entries = entries
         self._request_ids = [entry.request.request_id for entry in entries]
@@ -25,11 +31,18 @@ class Lockstep:
 
     @staticmethod
     def begin(message: StepTokens, sender: Address, entries: Sequence[ActiveRequest], now: float) -> "Lockstep | None":
-        """After `message`, of whose rows those of `entries` counted. None unless each row brought one token that was delivered now."""
+        """After `message`, of whose rows those of `entries` counted. None unless each row brought one token that was
+        delivered now.
+        """
         if len(entries) != len(message.slots):
             return None
         for entry, offset, count in zip(entries, message.offsets.tolist(), message.counts.tolist(), strict=True):
-            came = count == 1 and entry.decode == sender and len(entry.delivered) == offset + 1 and entry.delivered_at == now
+            came = (
+                count == 1
+                and entry.decode == sender
+                and len(entry.delivered) == offset + 1
+                and entry.delivered_at == now
+            )
             if not came or entry.request.sampling.logprobs is not None:
                 return None
         return Lockstep(message, entries, now)

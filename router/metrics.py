@@ -1,10 +1,12 @@
-"""What the deployment shows to Prometheus. One row of `METRICS` per metric: name, kind, help, labels, and where its numbers come from.
+"""What the deployment shows to Prometheus. One row of `METRICS` per metric: name, kind, help, labels, and where its
+numbers come from.
 
     python -m router.metrics        prints the table
 
-Every name begins with `twopass_`, counters end with `_total`, every series has the label `model_name`. Units are seconds, bytes, tokens,
-requests. A request is one answer: a call that asks for `n` is `n` requests, taken in all or none; one refused before it was read is one.
-An engine's numbers are those of its last status, so up to `status_interval_s` old. Its counters outlive it; its gauges do not.
+Every name begins with `twopass_`, counters end with `_total`, every series has the label `model_name`. Units are
+seconds, bytes, tokens, requests. A request is one answer: a call that asks for `n` is `n` requests, taken in all or
+none; one refused before it was read is one. An engine's numbers are those of its last status, so up to
+`status_interval_s` old. Its counters outlive it; its gauges do not.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -64,7 +66,9 @@ def _engines(key: str | None = None, *, transport: bool = False, **by_value: str
     def read(now: Now) -> Iterator[Sample]:
         for replica_id, totals in now.totals.items():
             labels = (totals.role, replica_id, *([totals.transport] if transport else []))
-            yield from ((labels + value, totals.counters[name]) for value, name in keys.items() if name in totals.counters)
+            yield from (
+                (labels + value, totals.counters[name]) for value, name in keys.items() if name in totals.counters
+            )
 
     return read
 
@@ -114,7 +118,9 @@ def _blocks(now: Now) -> Iterator[Sample]:
 
 
 def _states(now: Now) -> Iterator[Sample]:
-    pools = {totals.role for totals in now.totals.values()} | {replica.hello.role for replica in now.replicas} | {"decode"}
+    pools = (
+        {totals.role for totals in now.totals.values()} | {replica.hello.role for replica in now.replicas} | {"decode"}
+    )
     for pool in sorted(pools):
         for state in ("up", "suspected", "draining"):
             yield (pool, state), sum(r.hello.role == pool and r.state == state for r in now.replicas)
@@ -124,7 +130,13 @@ def _states(now: Now) -> Iterator[Sample]:
 
 METRICS = (
     # requests, as the router sees them
-    Metric("requests_accepted", "counter", "Answers asked for and taken in; a call with n asks for n.", (), _router("accepted")),
+    Metric(
+        "requests_accepted",
+        "counter",
+        "Answers asked for and taken in; a call with n asks for n.",
+        (),
+        _router("accepted"),
+    ),
     Metric(
         "requests_rejected",
         "counter",
@@ -148,10 +160,34 @@ METRICS = (
     ),
     Metric("request_retries", "counter", "Attempts started because the one before failed.", (), _router("retries")),
     Metric("requests_returned", "counter", "Attempts that an engine gave back.", (), _router("returned")),
-    Metric("accepted_prompt_tokens", "counter", "Prompt tokens of accepted answers, of each answer anew.", (), _router("prompt_tokens")),
-    Metric("delivered_tokens", "counter", "Answer tokens handed on to front doors, each once.", (), _router("delivered_tokens")),
-    Metric("repeated_tokens", "counter", "Answer tokens that came from an engine a second time.", (), _router("repeated_tokens")),
-    Metric("ignored_messages", "counter", "Messages and rows of attempts or epochs that no longer count.", (), _router("ignored")),
+    Metric(
+        "accepted_prompt_tokens",
+        "counter",
+        "Prompt tokens of accepted answers, of each answer anew.",
+        (),
+        _router("prompt_tokens"),
+    ),
+    Metric(
+        "delivered_tokens",
+        "counter",
+        "Answer tokens handed on to front doors, each once.",
+        (),
+        _router("delivered_tokens"),
+    ),
+    Metric(
+        "repeated_tokens",
+        "counter",
+        "Answer tokens that came from an engine a second time.",
+        (),
+        _router("repeated_tokens"),
+    ),
+    Metric(
+        "ignored_messages",
+        "counter",
+        "Messages and rows of attempts or epochs that no longer count.",
+        (),
+        _router("ignored"),
+    ),
     Metric("requests_waiting", "gauge", "Requests that wait, by what they wait for.", (*ENGINE, "reason"), _waiting),
     Metric(
         "queue_oldest_seconds",
@@ -160,7 +196,13 @@ METRICS = (
         (),
         lambda now: [((), now.core.oldest_queued_s)],
     ),
-    Metric("requests_in_flight", "gauge", "Attempts dispatched to an engine that are not over.", ENGINE, _replicas(lambda r: r.in_flight)),
+    Metric(
+        "requests_in_flight",
+        "gauge",
+        "Attempts dispatched to an engine that are not over.",
+        ENGINE,
+        _replicas(lambda r: r.in_flight),
+    ),
     Metric(
         "time_to_first_token_seconds",
         "histogram",
@@ -192,11 +234,18 @@ METRICS = (
     # engines
     Metric("replicas", "gauge", "Engines that have greeted the router.", ("pool", "state"), _states),
     Metric("replica_epoch", "gauge", "Which life of a replica it is.", ENGINE, _replicas(lambda r: r.address.epoch)),
-    Metric("requests_running", "gauge", "Sequences in the batch.", ENGINE, _replicas(lambda r: r.status.num_running if r.status else 0)),
+    Metric(
+        "requests_running",
+        "gauge",
+        "Sequences in the batch.",
+        ENGINE,
+        _replicas(lambda r: r.status.num_running if r.status else 0),
+    ),
     Metric(
         "kv_blocks",
         "gauge",
-        "KV blocks: used (owned or leased), held (a step in flight may touch them), cached (free, content can be hit), blank (free).",
+        "KV blocks: used (owned or leased), held (a step in flight may touch them), cached (free, content can be "
+        "hit), blank (free).",
         (*ENGINE, "state"),
         _blocks,
     ),
@@ -210,7 +259,8 @@ METRICS = (
     Metric(
         "preemption_reasons",
         "counter",
-        "Preemptions by why their mode was chosen: the knob (configured), a cost (cheapest, unmeasured), or a lack (host_full, no_room).",
+        "Preemptions by why their mode was chosen: the knob (configured), a cost (cheapest, unmeasured), or a lack "
+        "(host_full, no_room).",
         (*ENGINE, "reason"),
         _engines(
             configured="preemption_reason_configured",
@@ -220,7 +270,13 @@ METRICS = (
             no_room="preemption_reason_no_room",
         ),
     ),
-    Metric("swapped_bytes", "counter", "KV copied to host memory and back, each way counted.", ENGINE, _engines("swapped_bytes")),
+    Metric(
+        "swapped_bytes",
+        "counter",
+        "KV copied to host memory and back, each way counted.",
+        ENGINE,
+        _engines("swapped_bytes"),
+    ),
     Metric("swap_seconds", "counter", "Duration of these copies.", ENGINE, _engines("swap_seconds")),
     Metric(
         "recomputed_tokens",
@@ -266,17 +322,51 @@ METRICS = (
     ),
     Metric("redispatched_hit_tokens", "counter", "Of these, found.", ENGINE, _engines("redispatched_cached_tokens")),
     Metric("step_seconds", "histogram", "Execution of one step.", ENGINE, _distributions("step_seconds")),
-    Metric("step_tokens", "histogram", "Tokens scheduled in one step: its tray.", ENGINE, _distributions("step_tokens")),
-    Metric("step_sequences", "counter", "Sequences scheduled, over all steps.", ENGINE, _engines("scheduled_sequences")),
+    Metric(
+        "step_tokens", "histogram", "Tokens scheduled in one step: its tray.", ENGINE, _distributions("step_tokens")
+    ),
+    Metric(
+        "step_sequences", "counter", "Sequences scheduled, over all steps.", ENGINE, _engines("scheduled_sequences")
+    ),
     Metric("step_budget_tokens", "counter", "Token budget, over all steps.", ENGINE, _engines("budget_tokens")),
-    Metric("scheduler_seconds", "counter", "Building batches and applying their results.", ENGINE, _engines("scheduler_seconds")),
+    Metric(
+        "scheduler_seconds",
+        "counter",
+        "Building batches and applying their results.",
+        ENGINE,
+        _engines("scheduler_seconds"),
+    ),
     Metric("draft_tokens", "counter", "Draft tokens computed.", ENGINE, _engines("drafts")),
-    Metric("accepted_draft_tokens", "counter", "Draft tokens that the model confirmed.", ENGINE, _engines("accepted_drafts")),
-    Metric("padding_tokens", "counter", "Tokens computed to fill a step up to a graph's size.", ENGINE, _engines("padding_tokens")),
+    Metric(
+        "accepted_draft_tokens",
+        "counter",
+        "Draft tokens that the model confirmed.",
+        ENGINE,
+        _engines("accepted_drafts"),
+    ),
+    Metric(
+        "padding_tokens",
+        "counter",
+        "Tokens computed to fill a step up to a graph's size.",
+        ENGINE,
+        _engines("padding_tokens"),
+    ),
     # KV transfer
     Metric("transfers", "counter", "Pulls started.", (*ENGINE, "transport"), _engines("pulls", transport=True)),
-    Metric("transfer_bytes", "counter", "KV bytes pulled and verified.", (*ENGINE, "transport"), _engines("pulled_bytes", transport=True)),
-    Metric("transfer_seconds", "counter", "Duration of these pulls.", (*ENGINE, "transport"), _engines("pull_seconds", transport=True)),
+    Metric(
+        "transfer_bytes",
+        "counter",
+        "KV bytes pulled and verified.",
+        (*ENGINE, "transport"),
+        _engines("pulled_bytes", transport=True),
+    ),
+    Metric(
+        "transfer_seconds",
+        "counter",
+        "Duration of these pulls.",
+        (*ENGINE, "transport"),
+        _engines("pull_seconds", transport=True),
+    ),
     Metric(
         "transfer_failures",
         "counter",

@@ -1,4 +1,6 @@
-"""The port that Prometheus scrapes. HTTP is served by a thread; numbers are read on the event loop that changes them."""
+"""The port that Prometheus scrapes. HTTP is served by a thread; numbers are read on the event loop that changes
+them.
+"""
 
 import asyncio
 from collections.abc import Iterable
@@ -28,7 +30,9 @@ class MetricsServer:
         """Returns the port. Raises CapacityError if it is taken."""
         host, port = self._config.metrics_host, self._config.metrics_port
         try:
-            self._server, self._thread = start_http_server(port, host, registry=_OnLoop(self._collector, asyncio.get_running_loop()))
+            self._server, self._thread = start_http_server(
+                port, host, registry=_OnLoop(self._collector, asyncio.get_running_loop())
+            )
         except OSError as error:
             shown = f"[{host}]" if ":" in host else host
             raise CapacityError(f"metrics_port: {shown}:{port} is taken, or not an address of this machine") from error

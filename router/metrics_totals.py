@@ -3,7 +3,15 @@
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from protocol.errors import DeadlineExceeded, Draining, InvalidRequest, Overloaded, RequestCancelled, RequestError, RequestFailed
+from protocol.errors import (
+    DeadlineExceeded,
+    Draining,
+    InvalidRequest,
+    Overloaded,
+    RequestCancelled,
+    RequestError,
+    RequestFailed,
+)
 from protocol.histogram import SECONDS, Distribution, Histogram
 from protocol.messages import FinishReason, ReplicaStatus
 from router.request import Path
@@ -58,7 +66,8 @@ class ReplicaTotals:
 
 
 class DoorTotals:
-    """What the front doors tell their clients: refusals, ends, and times from the arrival of a call. Durations in seconds.
+    """What the front doors tell their clients: refusals, ends, and times from the arrival of a call. Durations in
+    seconds.
 
     A request is one answer, as in the router's core: a call that asks for `n` counts `n` times.
     """

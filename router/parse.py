@@ -60,7 +60,9 @@ def parse_bytes(kind: Callable[[], M], data: bytes, max_message_bytes: int) -> M
     try:
         message.ParseFromString(data)
     except DecodeError as error:
-        raise InvalidRequest("message", f"{len(data)} bytes", f"no {message.DESCRIPTOR.full_name} in valid UTF-8") from error
+        raise InvalidRequest(
+            "message", f"{len(data)} bytes", f"no {message.DESCRIPTOR.full_name} in valid UTF-8"
+        ) from error
     return message
 
 
@@ -73,7 +75,9 @@ def parse_generate(
     deadline_s: float | None,
     traceparent: str = "",
 ) -> Parsed:
-    """Validates and tokenises; what is cheap to refuse goes first. Slow for long texts: not for an event loop. Raises InvalidRequest."""
+    """Validates and tokenises; what is cheap to refuse goes first. Slow for long texts: not for an event loop. Raises
+    InvalidRequest.
+    """
     params = message.sampling
     request_id, max_tokens, cache_salt = _request_id(message), _max_tokens(params), _cache_salt(message)
     stop, sampling, count = _stop_strings(params), _sampling(params, vocab_size), _count(params)
@@ -100,7 +104,11 @@ def parse_tokenize(message: pb.TokenizeRequest, tokenizer: Tokenizer) -> Int32:
     """Token ids of the prompt. Slow for long texts: not for an event loop. Raises InvalidRequest."""
     if message.WhichOneof("prompt") is None:
         raise InvalidRequest("prompt", "nothing", "one of text and chat must be set")
-    return tokenizer.encode(message.text) if message.HasField("text") else tokenizer.encode_chat(_render(message.chat, tokenizer))
+    return (
+        tokenizer.encode(message.text)
+        if message.HasField("text")
+        else tokenizer.encode_chat(_render(message.chat, tokenizer))
+    )
 
 
 def parse_abort(message: pb.AbortRequest) -> str:
@@ -158,7 +166,9 @@ def _request_id(message: pb.GenerateRequest) -> str:
 
 def _checked_id(request_id: str) -> str:
     if re.fullmatch(rf"[\x21-\x7e]{{1,{MAX_ID_CHARACTERS}}}", request_id) is None:
-        raise InvalidRequest("request_id", repr(request_id[:32]), f"1 to {MAX_ID_CHARACTERS} printable ASCII characters, no space")
+        raise InvalidRequest(
+            "request_id", repr(request_id[:32]), f"1 to {MAX_ID_CHARACTERS} printable ASCII characters, no space"
+        )
     return request_id
 
 
@@ -223,7 +233,9 @@ def _stop_strings(params: pb.SamplingParams) -> tuple[str, ...]:
         raise InvalidRequest("stop", f"{len(params.stop)} strings", f"at most {MAX_STOP_STRINGS}")
     for text in params.stop:
         if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
-            raise InvalidRequest("stop", f"a string of {len(text)} characters", f"1 to {MAX_STOP_CHARACTERS} characters")
+            raise InvalidRequest(
+                "stop", f"a string of {len(text)} characters", f"1 to {MAX_STOP_CHARACTERS} characters"
+            )
     return tuple(params.stop)
 
 
@@ -234,7 +246,9 @@ def _cache_salt(message: pb.GenerateRequest) -> str:
 
 
 def _require_room(field: str, text: str, tokenizer: Tokenizer, max_model_len: int) -> None:
-    """Refuses a text that cannot fit, however few tokens its bytes make, before it is tokenised at a microsecond or so per byte."""
+    """Refuses a text that cannot fit, however few tokens its bytes make, before it is tokenised at a microsecond or so
+    per byte.
+    """
     if max_model_len and (least := tokenizer.least_tokens(text)) >= max_model_len:
         raise InvalidRequest(field, f"at least {least} tokens", f"at most {max_model_len - 1} (max_model_len - 1)")
 

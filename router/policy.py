@@ -1,6 +1,8 @@
-"""Which engines serve the next request: pure functions over what the router knows. All or nothing: a pair, one alone, or None (wait).
+"""Which engines serve the next request: pure functions over what the router knows. All or nothing: a pair, one alone,
+or None (wait).
 
-`pick` gates and pairs; a `Choose` ranks the candidates of one pool. Statuses may be old: `STALE_STATUS_S` is the rule for that.
+`pick` gates and pairs; a `Choose` ranks the candidates of one pool. Statuses may be old: `STALE_STATUS_S` is the rule
+for that.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,14 +12,18 @@ from typing import Literal, NamedTuple
 from protocol.messages import Address, Hello, ReplicaStatus
 
 DISPATCH_AHEAD = 8
-"""Requests an engine is given beyond its seats, so that it never runs dry between two messages; all others wait in the router."""
+"""Requests an engine is given beyond its seats, so that it never runs dry between two messages; all others wait in the
+router.
+"""
 STALE_STATUS_S = 3.0
 """An older status counts for nothing: then a replica is as full as what the router itself has in flight there."""
 
 
 @dataclass(slots=True)
 class ReplicaView:
-    """One engine as the router sees it. What the router dispatched itself is always current; `status` is as old as `heard_at` says."""
+    """One engine as the router sees it. What the router dispatched itself is always current; `status` is as old as
+    `heard_at` says.
+    """
 
     address: Address
     hello: Hello
@@ -52,7 +58,9 @@ class ReplicaView:
         return min((self.hello.num_blocks - 1) * self.hello.block_size, self.hello.max_model_len - 1)
 
     def takes(self, ask: "PlacementRequest") -> bool:
-        """Whether it can compute all that is known of a request. Only a prompt that nothing was delivered for has to fit as a prompt."""
+        """Whether it can compute all that is known of a request. Only a prompt that nothing was delivered for has to
+        fit as a prompt.
+        """
         begins = not ask.num_delivered
         return ask.num_tokens <= (self.hello.max_prompt_tokens if begins else self.max_known_tokens)
 
@@ -128,7 +136,9 @@ def least_loaded(candidates: Sequence[ReplicaView], ask: PlacementRequest) -> Re
 
 
 def prefix_aware(candidates: Sequence[ReplicaView], ask: PlacementRequest) -> ReplicaView:
-    """As `least_loaded`, with this request's own cost added: a cached prefix weighs as much as the work or room it saves."""
+    """As `least_loaded`, with this request's own cost added: a cached prefix weighs as much as the work or room it
+    saves.
+    """
 
     def cost(replica: ReplicaView) -> float:
         if replica.hello.role == "prefill":
@@ -164,7 +174,8 @@ def pick(
     disaggregation: Disaggregation,
     min_disaggregated_tokens: int,
 ) -> Route | None:
-    """A decode engine serves alone when the prompt it lacks is short, or (not in strict) when no live prefill engine can take it.
+    """A decode engine serves alone when the prompt it lacks is short, or (not in strict) when no live prefill engine
+    can take it.
 
     Which it can do only if its own limits allow: else the request waits for a prefill engine.
     """
@@ -181,7 +192,11 @@ def pick(
 
 
 def too_large_for_all(
-    prefill: Sequence[ReplicaView], decode: Sequence[ReplicaView], ask: PlacementRequest, *, disaggregation: Disaggregation
+    prefill: Sequence[ReplicaView],
+    decode: Sequence[ReplicaView],
+    ask: PlacementRequest,
+    *,
+    disaggregation: Disaggregation,
 ) -> bool:
     """Whether engines are up, and none of them could ever serve this: it waits for one that is away."""
     up_decode = [r for r in decode if r.state == "up"]
@@ -196,7 +211,11 @@ def too_large_for_all(
 
 
 def num_places(
-    prefill: Sequence[ReplicaView], decode: Sequence[ReplicaView], ask: PlacementRequest, *, disaggregation: Disaggregation
+    prefill: Sequence[ReplicaView],
+    decode: Sequence[ReplicaView],
+    ask: PlacementRequest,
+    *,
+    disaggregation: Disaggregation,
 ) -> int:
     """How many such requests `pick` places one after the other, at least: more where some need no prefill engine."""
     num_decode = sum(r.num_places for r in decode if r.holds(ask))

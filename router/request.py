@@ -20,7 +20,8 @@ class Usage(NamedTuple):
 
 
 class Delivered(NamedTuple):
-    """New tokens of one engine step: `counts[i]` of `token_ids` go on with the answer to `request_ids[i]`, without gap or repeat.
+    """New tokens of one engine step: `counts[i]` of `token_ids` go on with the answer to `request_ids[i]`, without gap
+    or repeat.
 
     Lists are to be read, not to be changed.
     """
@@ -41,7 +42,9 @@ class Delivered(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """The one terminal event of a request: a finish reason, or an error. `stages`: seconds, they sum to its time in the router."""
+    """The one terminal event of a request: a finish reason, or an error. `stages`: seconds, they sum to its time in the
+    router.
+    """
 
     request_id: str
     finish_reason: FinishReason | None

@@ -18,7 +18,15 @@ import numpy as np
 
 from protocol.block_hash import chain_hashes, root_hash
 from protocol.clock import Clock
-from protocol.errors import DeadlineExceeded, Draining, InvalidRequest, ProtocolError, RequestCancelled, RequestError, RequestFailed
+from protocol.errors import (
+    DeadlineExceeded,
+    Draining,
+    InvalidRequest,
+    ProtocolError,
+    RequestCancelled,
+    RequestError,
+    RequestFailed,
+)
 from protocol.histogram import SECONDS, Histogram
 from protocol.log import label
 from protocol.messages import (
@@ -50,7 +58,9 @@ log = logging.getLogger(__name__)
 
 
 class Router:
-    """Decides; executes nothing. A shell or the simulator drives it: submit, cancel, handle, tick, an outbox and client events."""
+    """Decides; executes nothing. A shell or the simulator drives it: submit, cancel, handle, tick, an outbox and client
+    events.
+    """
 
     def __init__(self, config: RouterConfig, *, address: Address, clock: Clock, seed: int) -> None:
         self.address = address
@@ -80,11 +90,15 @@ class Router:
             ),
             0,
         )
-        """`disaggregated`, `alone`: attempts as dispatched. How requests end is counted where their clients are told, in the front door."""
+        """`disaggregated`, `alone`: attempts as dispatched. How requests end is counted where their clients are told,
+        in the front door.
+        """
         self.inter_token = Histogram(SECONDS)
         """Seconds between the arrivals of two tokens of one answer; tokens that come together are 0 apart."""
         self._gaps: dict[float, int] = {}
-        """Of the message in hand, not yet in `inter_token`: seconds, and how many answers waited so long. Most waited for one step."""
+        """Of the message in hand, not yet in `inter_token`: seconds, and how many answers waited so long. Most waited
+        for one step.
+        """
         self._logprobs: dict[tuple[int, int, int], TokenLogprobs] = {}
         """Of the message in hand, by (slot, attempt, index in the whole answer)."""
         self._locksteps: dict[Address, Lockstep] = {}
@@ -99,7 +113,9 @@ class Router:
     # ---- clients
 
     def submit(self, *requests: ClientRequest) -> None:
-        """Accepts all of them, or none and raises a RequestError. For each one that is accepted exactly one `Ended` follows."""
+        """Accepts all of them, or none and raises a RequestError. For each one that is accepted exactly one `Ended`
+        follows.
+        """
         if (refusal := self._refusal()) is not None:
             raise refusal
         max_tokens = [self._check(request) for request in requests]
@@ -151,7 +167,8 @@ class Router:
             self._timers.set(slot, now + request.deadline_s)
 
     def _check_prompt(self, limits: Limits, num_prompt: int, max_tokens: int) -> None:
-        """Refuses a prompt that nobody can compute: for good where no engine ever seen can, for now while those that can are away.
+        """Refuses a prompt that nobody can compute: for good where no engine ever seen can, for now while those that
+        can are away.
 
         In strict there is no silent fallback: a prefill engine that is up must hold even the last retry of a request.
         """
@@ -162,13 +179,17 @@ class Router:
         up = [r for r in self._fleet.pool("prefill") if r.state == "up"]
         longest = alone if mode == "off" else max(alone, self._fleet.max_prefill_tokens)
         if num_prompt > longest:
-            raise InvalidRequest("prompt", f"{num_prompt} tokens", f"the longest prompt that an engine computes has {longest} tokens")
+            raise InvalidRequest(
+                "prompt", f"{num_prompt} tokens", f"the longest prompt that an engine computes has {longest} tokens"
+            )
         able = [r for r in up if num_prompt <= r.hello.max_prompt_tokens]
         if not able:
             raise RequestFailed(f"no prefill engine that computes a prompt of {num_prompt} tokens is up")
         num_tokens, room = num_prompt + max_tokens - 1, max(r.max_known_tokens for r in able)
         if mode == "strict" and num_tokens > room:
-            raise InvalidRequest("prompt", f"{num_tokens} tokens with its answer", f"prefill engines hold {room} tokens")
+            raise InvalidRequest(
+                "prompt", f"{num_tokens} tokens with its answer", f"prefill engines hold {room} tokens"
+            )
 
     def cancel(self, request_id: str) -> None:
         """The client is gone. Unknown or closed requests are fine."""
@@ -189,7 +210,9 @@ class Router:
     # ---- engines
 
     def handle(self, envelope: Envelope) -> None:
-        """One message of an engine, in its order. What comes from an epoch that is not the replica's present one is dropped."""
+        """One message of an engine, in its order. What comes from an epoch that is not the replica's present one is
+        dropped.
+        """
         if envelope.receiver != self.address or not self._fleet.knows(envelope.sender):
             self.counters["ignored"] += 1
             return
@@ -213,7 +236,9 @@ class Router:
         self._dispatch()
 
     def replica_lost(self, address: Address) -> None:
-        """Messages from an engine are missing for good. It may still live: its attempts are aborted there, and the supervisor is told."""
+        """Messages from an engine are missing for good. It may still live: its attempts are aborted there, and the
+        supervisor is told.
+        """
         if self._fleet.knows(address):
             log.warning("messages of an engine are missing for good", extra={"peer": label(address)})
             self.lost.append(address)
@@ -324,7 +349,13 @@ class Router:
         start, token_ids, entries = 0, message.token_ids.tolist(), []
         delivered = Delivered([], [], [], {})
         self._logprobs = {(slot, attempt, offset): values for slot, attempt, offset, values in message.logprobs}
-        rows = zip(message.slots.tolist(), message.attempts.tolist(), message.offsets.tolist(), message.counts.tolist(), strict=True)
+        rows = zip(
+            message.slots.tolist(),
+            message.attempts.tolist(),
+            message.offsets.tolist(),
+            message.counts.tolist(),
+            strict=True,
+        )
         for slot, attempt, offset, count in rows:
             entry = self._current(sender, slot, attempt)
             if entry is not None:
@@ -343,12 +374,19 @@ class Router:
     def _current(self, sender: Address, slot: int, attempt: int) -> ActiveRequest | None:
         """The request a row is about, if that attempt is still the one that counts and `sender` works on it."""
         entry = self._open.get(slot)
-        if entry is None or entry.key is None or entry.attempt != attempt or sender not in (entry.decode, entry.prefill):
+        if (
+            entry is None
+            or entry.key is None
+            or entry.attempt != attempt
+            or sender not in (entry.decode, entry.prefill)
+        ):
             self.counters["ignored"] += 1
             return None
         return entry
 
-    def _deliver(self, entry: ActiveRequest, sender: Address, offset: int, token_ids: list[int], now: float, delivered: Delivered) -> None:
+    def _deliver(
+        self, entry: ActiveRequest, sender: Address, offset: int, token_ids: list[int], now: float, delivered: Delivered
+    ) -> None:
         """Adds to `delivered` what lies beyond the delivered tokens; both engines may bring the same ones."""
         num_delivered = len(entry.delivered)
         if offset > num_delivered:
@@ -376,7 +414,9 @@ class Router:
             delivered.counts.append(len(new))
             if entry.request.sampling.logprobs is not None:
                 indices = range(num_delivered, num_delivered + len(new))
-                logprobs = tuple(values for index in indices if (values := self._logprobs.get((entry.slot, entry.attempt, index))))
+                logprobs = tuple(
+                    values for index in indices if (values := self._logprobs.get((entry.slot, entry.attempt, index)))
+                )
                 if len(logprobs) < len(new):
                     raise ProtocolError(f"{entry.key}: logprobs of {len(logprobs)} tokens came with {len(new)} tokens")
                 delivered.logprobs[entry.request.request_id] = logprobs
@@ -403,7 +443,8 @@ class Router:
     # ---- attempts
 
     def _dispatch(self) -> None:
-        """Gives engines to the head of the line as long as the policy finds some. The head that finds none stops the line.
+        """Gives engines to the head of the line as long as the policy finds some. The head that finds none stops the
+        line.
 
         Not so one that only engines which are away could serve: it keeps its place and lets the others pass.
         """
@@ -433,15 +474,21 @@ class Router:
             self._line.push(entry.slot, entry.request.priority, front=True)
 
     def _ask(self, entry: ActiveRequest) -> PlacementRequest:
-        """What the policies know of a request; its hashes, of the prompt alone, are computed once, and only if a policy looks at them."""
-        if entry.hashes is None and (POLICIES[self._config.policy].wants_hashes or self._config.min_disaggregated_tokens):
+        """What the policies know of a request; its hashes, of the prompt alone, are computed once, and only if a policy
+        looks at them.
+        """
+        if entry.hashes is None and (
+            POLICIES[self._config.policy].wants_hashes or self._config.min_disaggregated_tokens
+        ):
             hello = next((replica.hello for replica in self._fleet), None)
             if hello is not None:
                 root = root_hash(hello.layout_fingerprint, entry.request.cache_salt)
                 entry.hashes = chain_hashes(root, entry.request.prompt_token_ids, hello.block_size)
         num_delivered = len(entry.delivered)
         num_tokens = len(entry.request.prompt_token_ids) + num_delivered
-        return PlacementRequest(num_tokens, num_delivered, entry.max_tokens - num_delivered, entry.hashes or (), self._clock())
+        return PlacementRequest(
+            num_tokens, num_delivered, entry.max_tokens - num_delivered, entry.hashes or (), self._clock()
+        )
 
     def _start_attempt(self, entry: ActiveRequest, chosen: Route, ask: PlacementRequest) -> None:
         now = self._clock()
@@ -450,7 +497,9 @@ class Router:
         entry.key = RequestKey(self.address.epoch, entry.request.request_id, entry.attempt)
         entry.prefill, entry.decode, entry.decode_seen = chosen.prefill, chosen.decode, False
         entry.first_offset = len(entry.delivered)
-        log.debug("attempt started", extra=entry.about | {"peers": [label(a) for a in (chosen.prefill, chosen.decode) if a]})
+        log.debug(
+            "attempt started", extra=entry.about | {"peers": [label(a) for a in (chosen.prefill, chosen.decode) if a]}
+        )
         entry.split = chosen.prefill is not None
         request = entry.request
         prompt = request.prompt_token_ids
@@ -503,14 +552,20 @@ class Router:
         entry.num_failures += 1
         if entry.num_failures >= self._config.max_attempts:
             self._close(
-                entry, None, RequestFailed(f"{entry.num_failures} attempts failed, max_attempts is {self._config.max_attempts}: {error}")
+                entry,
+                None,
+                RequestFailed(
+                    f"{entry.num_failures} attempts failed, max_attempts is {self._config.max_attempts}: {error}"
+                ),
             )
             return
         self.counters["retries"] += 1
         self._requeue(entry, front=True)
 
     def _leave_replica(self, address: Address, *, suspected: bool) -> None:
-        """An engine is down or suspected: every attempt on it ends here, or goes on without it where decode has taken over."""
+        """An engine is down or suspected: every attempt on it ends here, or goes on without it where decode has taken
+        over.
+        """
         for entry in list(self._open.values()):
             if entry.key is None:
                 continue
@@ -547,8 +602,15 @@ class Router:
         del self._slots[entry.request.request_id]
         num_cached = 0 if entry.num_cached_tokens is None else entry.num_cached_tokens
         usage = Usage(len(entry.request.prompt_token_ids), num_cached, len(entry.delivered))
-        self.events.append(Ended(entry.request.request_id, finish_reason, error, usage, stages, entry.attempt, entry.path))
-        fields = {"finish_reason": finish_reason, "error": error and str(error), "usage": usage._asdict(), "stages": stages}
+        self.events.append(
+            Ended(entry.request.request_id, finish_reason, error, usage, stages, entry.attempt, entry.path)
+        )
+        fields = {
+            "finish_reason": finish_reason,
+            "error": error and str(error),
+            "usage": usage._asdict(),
+            "stages": stages,
+        }
         log.debug("request ended", extra=entry.about | fields)
 
     def _expire_queued(self, before: float) -> None:

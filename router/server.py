@@ -2,8 +2,10 @@
 
 1. A call arrives as bytes; gRPC itself refuses what is far over `max_message_bytes`, so that nobody fills the memory.
 2. The front door validates, tokenises and submits it, and yields the answer in pieces.
-3. Each piece is written as soon as the client takes it. A client that takes nothing for `write_timeout_s` loses its stream.
-4. A RequestError ends the call with its status; a closed call or a passed deadline cancels the handler, and with it the request.
+3. Each piece is written as soon as the client takes it. A client that takes nothing for `write_timeout_s` loses its
+   stream.
+4. A RequestError ends the call with its status; a closed call or a passed deadline cancels the handler, and with it the
+   request.
 """
 
 import asyncio
@@ -44,7 +46,9 @@ class Context(Protocol):
     def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]]: ...
     async def send_initial_metadata(self, initial_metadata: tuple[tuple[str, str | bytes], ...]) -> None: ...
     async def write(self, message: pb.GenerateResponse) -> None: ...
-    async def abort(self, code: grpc.StatusCode, details: str, trailing_metadata: tuple[tuple[str, str | bytes], ...]) -> NoReturn: ...
+    async def abort(
+        self, code: grpc.StatusCode, details: str, trailing_metadata: tuple[tuple[str, str | bytes], ...]
+    ) -> NoReturn: ...
 
 
 class Server:
@@ -68,7 +72,9 @@ class Server:
         self._writers: set[_Writer] = set()
         # requests come as bytes: a message gRPC itself cannot parse would end as INTERNAL
         handlers = {
-            "Generate": grpc.unary_stream_rpc_method_handler(self._generate, response_serializer=pb.GenerateResponse.SerializeToString),
+            "Generate": grpc.unary_stream_rpc_method_handler(
+                self._generate, response_serializer=pb.GenerateResponse.SerializeToString
+            ),
             "Tokenize": self._unary(pb.TokenizeRequest, door.tokenize),
             "GetModelInfo": self._unary(pb.GetModelInfoRequest, self._get_model_info),
             "Abort": self._unary(pb.AbortRequest, self._abort_request),
@@ -85,7 +91,9 @@ class Server:
         try:
             port = self._server.add_insecure_port(f"{host}:{self._config.grpc_port}")
         except RuntimeError as error:
-            raise CapacityError(f"grpc_port: {host}:{self._config.grpc_port} is taken, or not an address of this machine") from error
+            raise CapacityError(
+                f"grpc_port: {host}:{self._config.grpc_port} is taken, or not an address of this machine"
+            ) from error
         await self._report_health()
         await self._server.start()
         self._tasks = [asyncio.create_task(self._door.run()), asyncio.create_task(self._watch())]
@@ -137,7 +145,8 @@ class Server:
             async with aclosing(answers) as pieces:
                 async for piece in pieces:
                     writer.since = now()
-                    if not began:  # by itself: gRPC could send no status after a first write that was cancelled with the headers in it
+                    # by itself: gRPC could send no status after a first write that was cancelled with the headers in it
+                    if not began:
                         await context.send_initial_metadata(())
                         began = True
                     await context.write(piece)
@@ -153,7 +162,9 @@ class Server:
             self._writers.discard(writer)
 
     def _unary(self, kind: type[M], answer: Callable[[Callable[[], M]], Awaitable[Message]]) -> grpc.RpcMethodHandler:
-        """A handler of a call with one answer. `answer` gets a function that parses the request, and may raise RequestError."""
+        """A handler of a call with one answer. `answer` gets a function that parses the request, and may raise
+        RequestError.
+        """
 
         async def handle(data: bytes, context: Context) -> Message:
             try:
@@ -161,7 +172,9 @@ class Server:
             except RequestError as error:
                 await _abort(context, error)
 
-        return grpc.unary_unary_rpc_method_handler(handle, response_serializer=lambda message: message.SerializeToString())
+        return grpc.unary_unary_rpc_method_handler(
+            handle, response_serializer=lambda message: message.SerializeToString()
+        )
 
     async def _abort_request(self, read: Callable[[], pb.AbortRequest]) -> pb.AbortResponse:
         return pb.AbortResponse(aborted=self._door.abort(parse_abort(read())))
@@ -186,8 +199,8 @@ class Server:
 
 
 class _Writer:
-    """A call's handler, which may wait for a client that takes nothing. All are watched by one timer: a timer per token would cost a
-    sixth of what a token costs here."""
+    """A call's handler, which may wait for a client that takes nothing. All are watched by one timer: a timer per token
+    would cost a sixth of what a token costs here."""
 
     __slots__ = ("gave_up", "since", "task")
 
@@ -205,12 +218,19 @@ class _Writer:
 
 
 def _traceparent(context: Context) -> str:
-    return next((value for name, value in context.invocation_metadata() if name == "traceparent" and isinstance(value, str)), "")
+    return next(
+        (value for name, value in context.invocation_metadata() if name == "traceparent" and isinstance(value, str)), ""
+    )
 
 
 async def _abort(context: Context, error: RequestError) -> NoReturn:
-    """Ends the call with the error's status; what it knows beyond that goes into the trailing metadata, plain and as google.rpc.Status."""
-    code, text = grpc.StatusCode[error.code], str(error).encode("utf-8", "replace")[:MAX_DETAILS_BYTES].decode("utf-8", "ignore")
+    """Ends the call with the error's status; what it knows beyond that goes into the trailing metadata, plain and as
+    google.rpc.Status.
+    """
+    code, text = (
+        grpc.StatusCode[error.code],
+        str(error).encode("utf-8", "replace")[:MAX_DETAILS_BYTES].decode("utf-8", "ignore"),
+    )
     status = status_pb2.Status(code=code.value[0], message=text)
     metadata: tuple[tuple[str, str | bytes], ...] = ()
     if isinstance(error, Overloaded):

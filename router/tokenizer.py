@@ -65,8 +65,8 @@ def load_tokenizer(model_dir: Path | None, vocab_size: int) -> Tokenizer:
 
 
 class TextTokenizer:
-    """A tokenizer whose tokens are byte strings, whatever stands around them: byte-level BPE (GPT-2's kind: Llama 3, Qwen, SmolLM2), or
-    SentencePiece's kind with "▁" for a blank (Llama 2, Mistral)."""
+    """A tokenizer whose tokens are byte strings, whatever stands around them: byte-level BPE (GPT-2's kind: Llama 3,
+    Qwen, SmolLM2), or SentencePiece's kind with "▁" for a blank (Llama 2, Mistral)."""
 
     def __init__(self, model_dir: Path) -> None:
         path = model_dir / "tokenizer.json"
@@ -89,9 +89,13 @@ class TextTokenizer:
             self.token_bytes = _token_bytes(self._tokenizer, spelt, spelt)
             vocabulary = self._tokenizer.get_vocab()
             lossless, known = _is_lossless_sentence_piece(source, vocabulary), {bytes([byte]) for byte in range(256)}
-            spellings = [token.encode() for token in vocabulary]  # no shorter than a prompt's text: it may spell "▁" itself
+            spellings = [
+                token.encode() for token in vocabulary
+            ]  # no shorter than a prompt's text: it may spell "▁" itself
         else:
-            raise ModelError(f"{path}: decoder {kinds} is not served, only ByteLevel and what SentencePiece models have")
+            raise ModelError(
+                f"{path}: decoder {kinds} is not served, only ByteLevel and what SentencePiece models have"
+            )
         self._longest = max(map(len, spellings), default=0) if lossless else 0
         """Bytes that one token can stand for, at most; 0: any number."""
         self._unknown = bytes(byte for byte in range(256) if bytes([byte]) not in known)
@@ -130,7 +134,9 @@ class NumberTokenizer:
 
     def encode(self, text: str) -> Int32:
         if re.fullmatch(r"\s*(<\d{1,9}>\s*)*", text) is None:
-            raise InvalidRequest("text", repr(text[:32]), "without a tokenizer a prompt is token ids, written like <17> <18>")
+            raise InvalidRequest(
+                "text", repr(text[:32]), "without a tokenizer a prompt is token ids, written like <17> <18>"
+            )
         return np.array(re.findall(r"<(\d+)>", text), dtype=np.int32)
 
     def least_tokens(self, text: str) -> int:
@@ -152,8 +158,12 @@ def join_bytes(token_bytes: Sequence[bytes], token_ids: list[int]) -> bytes:
     return b"".join([token_bytes[token_id] for token_id in token_ids if 0 <= token_id < size])
 
 
-def _token_bytes(tokenizer: tokenizers.Tokenizer, spelt: Callable[[str], bytes], spelt_added: Callable[[str], bytes]) -> list[bytes]:
-    """By token id. `spelt` and `spelt_added`: the bytes of a token of the vocabulary, and of one that was added to it."""
+def _token_bytes(
+    tokenizer: tokenizers.Tokenizer, spelt: Callable[[str], bytes], spelt_added: Callable[[str], bytes]
+) -> list[bytes]:
+    """By token id. `spelt` and `spelt_added`: the bytes of a token of the vocabulary, and of one that was added to
+    it.
+    """
     vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=False)
     added = tokenizer.get_added_tokens_decoder()
     table = [b""] * (max([*vocabulary.values(), *added], default=-1) + 1)
@@ -182,7 +192,11 @@ def _is_sentence_piece(decoders: Sequence[Mapping[str, Any]]) -> bool:
         return bool(metaspace[0].get("replacement") == BLANK)
     replace = {"type": "Replace", "pattern": {"String": BLANK}, "content": " "}
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
-    known = [[replace, *fallback, {"type": "Fuse"}, *end] for fallback in ([], [{"type": "ByteFallback"}]) for end in ([], [strip])]
+    known = [
+        [replace, *fallback, {"type": "Fuse"}, *end]
+        for fallback in ([], [{"type": "ByteFallback"}])
+        for end in ([], [strip])
+    ]
     return list(decoders) in known
 
 
@@ -190,14 +204,20 @@ def _is_lossless(source: dict[str, Any]) -> bool:
     """Whether the tokens' bytes are the text's, but for unknown ones: nothing normalised, stripped or removed."""
     pre = source.get("pre_tokenizer") or {}
     parts = pre.get("pretokenizers", [pre])
-    kept = all(part.get("type") in ("ByteLevel", "Digits", "Split") and part.get("behavior") != "Removed" for part in parts)
+    kept = all(
+        part.get("type") in ("ByteLevel", "Digits", "Split") and part.get("behavior") != "Removed" for part in parts
+    )
     stripped = any(added.get("lstrip") or added.get("rstrip") for added in source.get("added_tokens", []))
     return source.get("normalizer") is None and kept and not stripped
 
 
 def _is_lossless_sentence_piece(source: dict[str, Any], vocabulary: Mapping[str, int]) -> bool:
     """Likewise: blanks replaced and put in front, characters without a token spelt in bytes, and nothing else."""
-    normalizer, pre, model = source.get("normalizer") or {}, source.get("pre_tokenizer") or {}, source.get("model") or {}
+    normalizer, pre, model = (
+        source.get("normalizer") or {},
+        source.get("pre_tokenizer") or {},
+        source.get("model") or {},
+    )
     parts = [part for part in normalizer.get("normalizers", [normalizer]) if part and part.get("type") != "Prepend"]
     replaced = all(part == {"type": "Replace", "pattern": {"String": " "}, "content": BLANK} for part in parts)
     stripped = any(added.get("lstrip") or added.get("rstrip") for added in source.get("added_tokens", []))
@@ -219,7 +239,9 @@ class _ChatTemplate:
         try:
             return self._template.render(messages=messages, add_generation_prompt=True, **self._special_tokens)
         except (jinja2.TemplateError, TypeError) as error:
-            raise InvalidRequest("chat", f"{len(messages)} messages", f"refused by the chat template: {error}") from error
+            raise InvalidRequest(
+                "chat", f"{len(messages)} messages", f"refused by the chat template: {error}"
+            ) from error
 
 
 def _refuse(message: str) -> NoReturn:
@@ -236,7 +258,11 @@ def _load_chat_template(model_dir: Path) -> _ChatTemplate | None:
         if source is None:
             return None
         named = {name: config.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
-        texts = {name: token["content"] if isinstance(token, dict) else token for name, token in named.items() if token is not None}
+        texts = {
+            name: token["content"] if isinstance(token, dict) else token
+            for name, token in named.items()
+            if token is not None
+        }
         return _ChatTemplate(source, texts)
     except (OSError, ValueError, KeyError, TypeError, jinja2.TemplateSyntaxError) as error:
         raise ModelError(f"{model_dir}: chat template: {error}") from error

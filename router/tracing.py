@@ -1,4 +1,5 @@
-"""OpenTelemetry spans of calls, made from the durations that router and engines report; none unless `router.otlp_endpoint` is set.
+"""OpenTelemetry spans of calls, made from the durations that router and engines report; none unless
+`router.otlp_endpoint` is set.
 
     generate                            from a call's arrival to its end; child of the caller's span (W3C `traceparent`)
     ├── queue                           of each answer: one after the other, as `STAGES` says
@@ -6,8 +7,9 @@
     ├── transfer
     └── decode
 
-What no stage accounts for (`messages`, `deliver`) is no span: so far a child may begin earlier than it did. Exact are the durations;
-every stage by itself is an attribute of `generate`. Only with an endpoint are the packages looked for: `pip install 'twopass[tracing]'`.
+What no stage accounts for (`messages`, `deliver`) is no span: so far a child may begin earlier than it did. Exact are
+the durations; every stage by itself is an attribute of `generate`. Only with an endpoint are the packages looked for:
+`pip install 'twopass[tracing]'`.
 """
 
 import re
@@ -47,7 +49,9 @@ class CallTrace(Protocol):
     traceparent: str
 
     def answered(self, index: int, ended: Ended, told: str, tokenize_s: float) -> None:
-        """An answer has ended. `told`: how, for its client. `tokenize_s`: between the call's arrival and its way into the queue."""
+        """An answer has ended. `told`: how, for its client. `tokenize_s`: between the call's arrival and its way into
+        the queue.
+        """
 
     def end(self, code: str) -> None:
         """The call is over. `code`: name of its gRPC status."""
@@ -75,7 +79,9 @@ class Untraced:
 
 
 class SpanTracing:
-    """Records every call, but not one whose caller has decided against (flag `sampled`). `wall_ns`: nanoseconds since 1970."""
+    """Records every call, but not one whose caller has decided against (flag `sampled`). `wall_ns`: nanoseconds since
+    1970.
+    """
 
     def __init__(self, provider: "TracerProvider", wall_ns: Callable[[], int] = time.time_ns) -> None:
         self._provider, self._wall_ns = provider, wall_ns
@@ -110,7 +116,9 @@ class _CallSpans:
         for name, stages in STAGES.items():
             found = [ended.stages[stage] for stage in stages if stage in ended.stages]
             if found:
-                span = self._tracer.start_span(name, self._context, start_time=at_ns, attributes={"twopass.answer": index})
+                span = self._tracer.start_span(
+                    name, self._context, start_time=at_ns, attributes={"twopass.answer": index}
+                )
                 at_ns += _ns(sum(found))
                 span.end(at_ns)
 
@@ -128,7 +136,9 @@ def _ns(seconds: float) -> int:
 
 
 def export_to(endpoint: str) -> SpanTracing:
-    """Sends spans to a collector's OTLP/HTTP door, in the background; one that cannot be reached costs the spans. Raises ConfigError."""
+    """Sends spans to a collector's OTLP/HTTP door, in the background; one that cannot be reached costs the spans.
+    Raises ConfigError.
+    """
     try:
         import requests
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -137,10 +147,15 @@ def export_to(endpoint: str) -> SpanTracing:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         raise ConfigError(
-            f"router.otlp_endpoint: {endpoint} needs packages that are missing ({error}): pip install 'twopass[tracing]'"
+            f"router.otlp_endpoint: {endpoint} needs packages that are missing ({error}): pip install "
+            "'twopass[tracing]'"
         ) from error
     provider = TracerProvider(resource=Resource.create({"service.name": "twopass"}))
     session = requests.Session()
-    session.trust_env = not is_loopback(urlsplit(endpoint).hostname or "")  # the environment's proxies do not lead to this machine
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint, timeout=EXPORT_TIMEOUT_S, session=session)))
+    session.trust_env = not is_loopback(
+        urlsplit(endpoint).hostname or ""
+    )  # the environment's proxies do not lead to this machine
+    provider.add_span_processor(
+        BatchSpanProcessor(OTLPSpanExporter(endpoint, timeout=EXPORT_TIMEOUT_S, session=session))
+    )
     return SpanTracing(provider)

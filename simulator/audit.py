@@ -1,4 +1,6 @@
-"""What a simulated run really did: one audit per life of a process, kept at its borders and held against what it says of itself."""
+"""What a simulated run really did: one audit per life of a process, kept at its borders and held against what it says
+of itself.
+"""
 
 from collections.abc import Iterable
 
@@ -32,7 +34,9 @@ class Audit:
         """Opened when first asked for."""
         audit = self._engines.get(replica.address)
         if audit is None:
-            audit = self._engines[replica.address] = EngineAudit(self._scenario.seed, self._clock, replica, self.refusals)
+            audit = self._engines[replica.address] = EngineAudit(
+                self._scenario.seed, self._clock, replica, self.refusals
+            )
         return audit
 
     def router_says(self, envelope: Envelope) -> None:

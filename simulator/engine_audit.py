@@ -1,5 +1,5 @@
-"""One life of an engine, counted from outside and held against its own counters: I6 (leases), I9 (who arrived sits down), I10, I14 (an
-answer gets a token in every step)."""
+"""One life of an engine, counted from outside and held against its own counters: I6 (leases), I9 (who arrived sits
+down), I10, I14 (an answer gets a token in every step)."""
 
 from collections import Counter
 
@@ -8,7 +8,17 @@ from engine.runner import Batch
 from engine.scheduler.sequence import Sequence
 from kv_transfer.lease import LeaseTable, Words
 from protocol.clock import VirtualClock
-from protocol.messages import ROUTER_ID, AbortRequest, Envelope, GenerateRequest, KVHandoff, KVRelease, KVRevoke, RequestKey, StepTokens
+from protocol.messages import (
+    ROUTER_ID,
+    AbortRequest,
+    Envelope,
+    GenerateRequest,
+    KVHandoff,
+    KVRelease,
+    KVRevoke,
+    RequestKey,
+    StepTokens,
+)
 from simulator.refusals import Refusals
 from simulator.replica import Replica
 from simulator.violation import Violation
@@ -70,7 +80,9 @@ class EngineAudit:
         self._leases[lease_id] = ""
 
     def lease_ends(self, lease_id: int) -> None:
-        """Only by decode's answer, a lost peer, or a timer: whatever else ends an attempt revokes its lease, and waits."""
+        """Only by decode's answer, a lost peer, or a timer: whatever else ends an attempt revokes its lease, and
+        waits.
+        """
         self._require(self._leases.get(lease_id) == "", f"I6: lease {lease_id:#x} of {self._name} ends twice")
         message = self._replica.doing.message if self._replica.doing is not None else None
         if isinstance(message, KVRelease) and message.lease_id == lease_id:
@@ -143,19 +155,25 @@ class EngineAudit:
         for sequence in standing:
             request, num_prompt = sequence.request, len(sequence.request.prompt_token_ids)
             num_slots = min(num_prompt + 1, num_prompt + request.max_tokens - 1)
-            owned = len(sequence.blocks) * self._replica.config.block_size >= num_slots and blocks.all_owned(sequence.blocks)
+            owned = len(sequence.blocks) * self._replica.config.block_size >= num_slots and blocks.all_owned(
+                sequence.blocks
+            )
             self._require(owned, f"I9: {request.key.request_id} arrived at {self._name} and lacks blocks")
         return standing
 
     def check_step(self, standing: list[Sequence], batch: Batch | None) -> None:
-        """I9: of those who were `standing` before this schedule, as many sit now as seats were free; an idle engine leaves nobody standing.
-        I14: every running answer is in the batch; only the last one left may lack blocks. Whatever else the step's budget went to."""
+        """I9: of those who were `standing` before this schedule, as many sit now as seats were free; an idle engine
+        leaves nobody standing. I14: every running answer is in the batch; only the last one left may lack blocks.
+        Whatever else the step's budget went to.
+        """
         scheduler = self._replica.scheduler
         if batch is None and self._replica.executing:
             return  # put off until the step in flight has committed
         if scheduler.has_seat and (arrived := scheduler.arrived):
             left = [sequence.request.key.request_id for sequence in arrived if batch is None or sequence in standing]
-            self._require(len(left) <= max(0, len(standing) - self._num_seats), f"I9: {self._name} leaves {left} standing")
+            self._require(
+                len(left) <= max(0, len(standing) - self._num_seats), f"I9: {self._name} leaves {left} standing"
+            )
         if batch is not None and (passed_over := scheduler.passed_over):
             alone = passed_over == scheduler.running_ids[:1]
             self._require(alone, f"I14: a step of {self._name} gives {batch.tray()}, and {passed_over} nothing")

@@ -25,7 +25,13 @@ class Engines:
     """Those that live, by replica id; `touched`: those to which something happened since the invariants looked last."""
 
     def __init__(
-        self, queue: EventQueue, scenario: Scenario, wire: Wire, driver: RouterDriver, epochs: Iterator[int], audit: Audit | None
+        self,
+        queue: EventQueue,
+        scenario: Scenario,
+        wire: Wire,
+        driver: RouterDriver,
+        epochs: Iterator[int],
+        audit: Audit | None,
     ) -> None:
         self._queue, self._scenario, self._wire, self._driver = queue, scenario, wire, driver
         self._epochs, self._audit = epochs, audit
@@ -106,7 +112,9 @@ class Engines:
         replica.service.handle(envelope)
         if not replica.service.keys() <= known:
             epoch = envelope.receiver.epoch
-            raise self._violation(f"I11: {text(envelope)} was meant for epoch {epoch} and left a trace in {replica.address}")
+            raise self._violation(
+                f"I11: {text(envelope)} was meant for epoch {epoch} and left a trace in {replica.address}"
+            )
 
     def _tick(self, replica: Replica) -> None:
         if not replica.alive:
@@ -188,7 +196,9 @@ class Engines:
     # ---- pulls
 
     def _move_new_pulls(self, replica: Replica) -> None:
-        """As many at once as there are channels, in their order; a stalled one holds its channel until it is asked to end."""
+        """As many at once as there are channels, in their order; a stalled one holds its channel until it is asked to
+        end.
+        """
         pulls = [pull for pull in self.network.pulls if pull.destination.base is replica.cache]
         if self._audit is not None:
             self._audit.engine(replica).pulls(len(set(pulls) - self._seen))
@@ -227,7 +237,11 @@ class Engines:
             pull.fail("cut")
         else:
             pull.advance(1)
-            if self._scenario.transfer.checksum and pull.num_moved and self._queue.chance(faults.corruption / pull.num_blocks):
+            if (
+                self._scenario.transfer.checksum
+                and pull.num_moved
+                and self._queue.chance(faults.corruption / pull.num_blocks)
+            ):
                 self._corrupt(pull.destination[pull.destination_blocks[pull.num_moved - 1]])
         if not pull.done:
             self._queue.at(self._scenario.block_seconds(), partial(self._move, pull))

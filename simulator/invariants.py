@@ -1,4 +1,6 @@
-"""The invariants of the design that hold at every moment, asked of what the last event touched (audit.py: those with a history)."""
+"""The invariants of the design that hold at every moment, asked of what the last event touched (audit.py: those with a
+history).
+"""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -25,7 +27,8 @@ MAX_LATENESS_S = 0.25
 class Invariants:
     """I1, I2, I3, I4, I5, I7, I8, I13 over one simulation; I11 is checked where messages arrive.
 
-    An engine's state changes only where the engine is touched, and every engine is touched ten times a second: so is every timer.
+    An engine's state changes only where the engine is touched, and every engine is touched ten times a second: so is
+    every timer.
     """
 
     def __init__(self, scenario: Scenario, clock: VirtualClock, driver: RouterDriver, engines: Engines) -> None:
@@ -96,18 +99,25 @@ class Invariants:
                 self._fail(f"I1: a block of live lease {lease.lease_id:#x} is allocatable")
 
     def _check_pulls(self, replica: Replica, pulls: Iterable[LocalPull]) -> None:
-        """I1, destination: what a transfer writes into is owned. Source: free under a read only after the word was cleared."""
+        """I1, destination: what a transfer writes into is owned. Source: free under a read only after the word was
+        cleared.
+        """
         for pull in pulls:
             if not replica.scheduler.blocks.all_owned(pull.destination_blocks):
                 self._fail(f"I1: a pull writes into free blocks of {replica.name}")
 
     def _check_swaps(self, replica: Replica, pulls: Iterable[LocalPull]) -> None:
-        """Host blocks: each free or of one sequence, holding its KV once that is copied. I1: what a copy is to read or write is safe."""
+        """Host blocks: each free or of one sequence, holding its KV once that is copied. I1: what a copy is to read or
+        write is safe.
+        """
         scheduler, host = replica.scheduler, replica.runner.copies.host
         swapped = scheduler.swapped
         owned = [block for _, blocks in swapped for block in blocks]
         if len(set(owned)) != len(owned) or len(owned) + scheduler.num_free_host_blocks != len(host):
-            self._fail(f"I2: {replica.name}: {len(owned)} host blocks owned, {scheduler.num_free_host_blocks} free of {len(host)}")
+            self._fail(
+                f"I2: {replica.name}: {len(owned)} host blocks owned, {scheduler.num_free_host_blocks} free of "
+                f"{len(host)}"
+            )
         batches = [batch for batch, _ in replica.executing]
         coming = {block for batch in batches if batch.swap_out is not None for block in batch.swap_out[:, 1].tolist()}
         for tokens, blocks in swapped:
@@ -115,11 +125,13 @@ class Invariants:
             if coming.isdisjoint(blocks) and (host[blocks].reshape(-1)[: len(kv)] != kv).any():
                 self._fail(f"I7: {replica.name}: host blocks {blocks} hold other KV than their sequence's")
         for batch in batches:
-            if batch.swap_out is not None and not {block for pull in pulls for block in pull.destination_blocks}.isdisjoint(
-                batch.swap_out[:, 0].tolist()
-            ):
+            if batch.swap_out is not None and not {
+                block for pull in pulls for block in pull.destination_blocks
+            }.isdisjoint(batch.swap_out[:, 0].tolist()):
                 self._fail(f"I1: a pull of {replica.name} writes into blocks that are still to be copied to the host")
-            if batch.swap_in is not None and not set(scheduler.blocks.free_in_order()).isdisjoint(batch.swap_in[:, 1].tolist()):
+            if batch.swap_in is not None and not set(scheduler.blocks.free_in_order()).isdisjoint(
+                batch.swap_in[:, 1].tolist()
+            ):
                 self._fail(f"I1: {replica.name} copies from the host into free blocks")
 
     def _check_in_flight(self) -> None:
@@ -134,7 +146,10 @@ class Invariants:
                 counted[entry.prefill] += 1
         for replica in router.replicas():
             if replica.in_flight != counted[replica.address]:
-                self._fail(f"I5: {replica.address.replica_id} counts {replica.in_flight} in flight, {counted[replica.address]} are")
+                self._fail(
+                    f"I5: {replica.address.replica_id} counts {replica.in_flight} in flight, "
+                    f"{counted[replica.address]} are"
+                )
 
     def _check_visible(self, replica: Replica) -> None:
         """I8: what a prefix cache shows holds exactly the KV of the tokens its hash stands for."""
@@ -151,7 +166,9 @@ class Invariants:
             self._fail(f"I8: {replica.name} shows blocks {blocks[wrong].tolist()} with other KV than their hash says")
 
     def _check_answers(self) -> None:
-        """I3, I7, I13: what was delivered is the beginning of the right answer, no token repeated, skipped or invented."""
+        """I3, I7, I13: what was delivered is the beginning of the right answer, no token repeated, skipped or
+        invented.
+        """
         for name in self._driver.heard:
             client = self._driver.clients[name]
             start, new = client.num_checked, client.received[client.num_checked :]
@@ -169,7 +186,9 @@ class Invariants:
         contents: list[np.ndarray] = []
         for client in self._scenario.clients:
             prompt = client.request.prompt_token_ids
-            answer = expected_tokens(prompt.tolist(), client.request.max_tokens or 0, seed=client.request.sampling.seed or 0)
+            answer = expected_tokens(
+                prompt.tolist(), client.request.max_tokens or 0, seed=client.request.sampling.seed or 0
+            )
             tokens = np.concatenate([prompt, np.array(answer, np.int32)])
             kv = (tokens.astype(np.int64) + 1) * np.arange(1, len(tokens) + 1)
             hashes = chain_hashes(root_hash(LAYOUT, client.request.cache_salt), tokens, size)

@@ -1,4 +1,6 @@
-"""One engine of a simulated run: the real service, scheduler and block manager around a model of a runner and of a transport."""
+"""One engine of a simulated run: the real service, scheduler and block manager around a model of a runner and of a
+transport.
+"""
 
 from collections import deque
 from collections.abc import Callable
@@ -65,7 +67,13 @@ class Replica:
 
 
 def build(
-    scenario: Scenario, address: Address, *, network: LocalNetwork, clock: Clock, proposer: Proposer | None, leases_of: LeasesOf
+    scenario: Scenario,
+    address: Address,
+    *,
+    network: LocalNetwork,
+    clock: Clock,
+    proposer: Proposer | None,
+    leases_of: LeasesOf,
 ) -> Replica:
     """A fresh engine that nobody knows yet; whether it prefills or decodes is in its name."""
     is_prefill = address.replica_id.startswith("prefill")

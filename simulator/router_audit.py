@@ -84,10 +84,14 @@ class RouterAudit:
         adds_up = abs(booked - seconds) < ROUNDING_S and min(event.stages.values(), default=0.0) > -ROUNDING_S
         self._require(adds_up, f"I10: {name} took {seconds:.6f} s, its stages say {booked:.6f}: {event.stages}")
         num_tokens = event.usage.completion_tokens
-        self._require(num_tokens == len(client.received), f"I10: {name} is billed {num_tokens} tokens, {len(client.received)} came")
+        self._require(
+            num_tokens == len(client.received),
+            f"I10: {name} is billed {num_tokens} tokens, {len(client.received)} came",
+        )
         num_cached, num_prompt = event.usage.cached_tokens, len(client.request.prompt_token_ids)
         self._require(
-            num_cached < num_prompt or not num_cached, f"I10: {num_cached} of the {num_prompt} prompt tokens of {name} were cached"
+            num_cached < num_prompt or not num_cached,
+            f"I10: {num_cached} of the {num_prompt} prompt tokens of {name} were cached",
         )
         counted.update(delivered_tokens=num_tokens, attempts=event.attempts)
         if event.error is not None:
@@ -95,7 +99,13 @@ class RouterAudit:
             self._require(tried, f"{name} failed after {event.attempts} attempts: {event.error}")
             return
         last = self._attempts[name]
-        path = "colocated" if last.alone else "disaggregated" if (name, last.number) in self._decode_spoke else "prefill_only"
+        path = (
+            "colocated"
+            if last.alone
+            else "disaggregated"
+            if (name, last.number) in self._decode_spoke
+            else "prefill_only"
+        )
         self._require(event.path == path, f"I12: {name} ran {path}, the router says {event.path}")
 
     def ticked(self) -> None:
@@ -109,7 +119,10 @@ class RouterAudit:
         name = message.key.request_id
         if message.role == "prefill":
             self._counted["disaggregated"] += 1
-            self._require(self._scenario.router.disaggregation != "off", f"I12: {name} is disaggregated, and disaggregation is off")
+            self._require(
+                self._scenario.router.disaggregation != "off",
+                f"I12: {name} is disaggregated, and disaggregation is off",
+            )
             return
         if message.role == "alone":
             self._counted["alone"] += 1
@@ -118,25 +131,36 @@ class RouterAudit:
         self._attempts[name] = _Attempt(message.key.attempt, receiver, message.role == "alone")
 
     def _check_fallback(self, receiver: Address, message: GenerateRequest) -> None:
-        """I12: a decode engine serves alone because it was asked to, because the prompt is short there, or because nobody else can."""
+        """I12: a decode engine serves alone because it was asked to, because the prompt is short there, or because
+        nobody else can.
+        """
         config, num_tokens = self._scenario.router, len(message.prompt_token_ids)
         if config.disaggregation == "off":
             return
-        if config.min_disaggregated_tokens and num_tokens - self._num_cached(receiver, message) < config.min_disaggregated_tokens:
+        if (
+            config.min_disaggregated_tokens
+            and num_tokens - self._num_cached(receiver, message) < config.min_disaggregated_tokens
+        ):
             return
         prefill = [r for r in self._router.replicas() if r.hello.role == "prefill"]
         longest = self._scenario.prefill.max_prompt_tokens(self._scenario.prefill.num_blocks)
         if message.offset:
             longest = min(
-                (self._scenario.prefill.num_blocks - 1) * self._scenario.prefill.block_size, self._scenario.prefill.max_model_len - 1
+                (self._scenario.prefill.num_blocks - 1) * self._scenario.prefill.block_size,
+                self._scenario.prefill.max_model_len - 1,
             )
         able = [r for r in prefill if r.state == "up"] if num_tokens <= longest else []
         reason = config.disaggregation == "auto" and not able
-        self._require(reason, f"I12: {message.key.request_id} falls back to {receiver.replica_id} alone without a reason")
+        self._require(
+            reason, f"I12: {message.key.request_id} falls back to {receiver.replica_id} alone without a reason"
+        )
 
     def _num_cached(self, receiver: Address, message: GenerateRequest) -> int:
         """Tokens of the prompt that the decode engine holds already, as its statuses told the router."""
-        size, shown = self._scenario.decode.block_size, next(r for r in self._router.replicas() if r.address == receiver).hashes
+        size, shown = (
+            self._scenario.decode.block_size,
+            next(r for r in self._router.replicas() if r.address == receiver).hashes,
+        )
         hashes = chain_hashes(root_hash(LAYOUT, message.cache_salt), message.prompt_token_ids, size)
         return size * next((index for index, name in enumerate(hashes) if name not in shown), len(hashes))
 
@@ -157,8 +181,16 @@ class RouterAudit:
         """At the end of the router's life, or of the run: its counters say what happened."""
         told, counted, num_open = self._router.counters, self._counted, self._router.num_open
         for name in ("accepted", "prompt_tokens", "disaggregated", "alone"):
-            self._require(told[name] == counted[name], f"I10: the router counts {told[name]:g} {name}, {counted[name]} were")
-        self._require(num_open == len(self._accepted_at), f"I10: the router has {num_open} open requests, {len(self._accepted_at)} are")
+            self._require(
+                told[name] == counted[name], f"I10: the router counts {told[name]:g} {name}, {counted[name]} were"
+            )
+        self._require(
+            num_open == len(self._accepted_at),
+            f"I10: the router has {num_open} open requests, {len(self._accepted_at)} are",
+        )
         if not num_open:
-            for name, count in (("delivered_tokens", told["delivered_tokens"]), ("attempts", told["disaggregated"] + told["alone"])):
+            for name, count in (
+                ("delivered_tokens", told["delivered_tokens"]),
+                ("attempts", told["disaggregated"] + told["alone"]),
+            ):
                 self._require(count == counted[name], f"I10: the router counts {count:g} {name}, {counted[name]} were")

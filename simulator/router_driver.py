@@ -19,9 +19,13 @@ TICK_S = 0.1
 
 
 class RouterDriver:
-    """Owns the router's core, as `router/actor.py` and the front doors do. `engines()`: addresses of those that live."""
+    """Owns the router's core, as `router/actor.py` and the front doors do. `engines()`: addresses of those that
+    live.
+    """
 
-    def __init__(self, queue: EventQueue, scenario: Scenario, wire: Wire, epochs: Iterator[int], audit: Audit | None) -> None:
+    def __init__(
+        self, queue: EventQueue, scenario: Scenario, wire: Wire, epochs: Iterator[int], audit: Audit | None
+    ) -> None:
         self._queue, self._scenario, self._wire, self._epochs, self._audit = queue, scenario, wire, epochs, audit
         self.clients = {client.request.request_id: client for client in scenario.clients}
         self.open = set(self.clients)
@@ -34,7 +38,9 @@ class RouterDriver:
         """Something came to the router since the invariants looked last."""
         self._submitted: set[str] = set()
         max_tokens = scenario.router.max_buffered_tokens
-        self._buffers = {name: Buffer(max_tokens) for name, client in self.clients.items() if client.stops_after is not None}
+        self._buffers = {
+            name: Buffer(max_tokens) for name, client in self.clients.items() if client.stops_after is not None
+        }
         """Of clients that will stop reading."""
         self._kills_left, self._pauses_left = scenario.faults.router_kills, scenario.faults.router_pauses
         self._resumes_at = self._ticks_late_s = 0.0
@@ -74,7 +80,8 @@ class RouterDriver:
             self.open.discard(name)
 
     def pauses(self) -> None:
-        """Drawn at every look of the supervisor: its process does nothing for a while, and all that is to happen to it waits.
+        """Drawn at every look of the supervisor: its process does nothing for a while, and all that is to happen to it
+        waits.
 
         Whether it then reads its messages first or looks at its timers first is drawn too.
         """
@@ -86,7 +93,9 @@ class RouterDriver:
             self._queue.note(f"the router pauses for {seconds:.1f} s")
 
     def _put_off(self, action: Action, late_s: float = 0.0) -> bool:
-        """Plans it for the end of the pause, if there is one, or `late_s` after it. What was put off first happens first."""
+        """Plans it for the end of the pause, if there is one, or `late_s` after it. What was put off first happens
+        first.
+        """
         if self._queue.clock.now >= self._resumes_at:
             return False
         self._queue.at(self._resumes_at - self._queue.clock.now + late_s, action)
@@ -135,7 +144,9 @@ class RouterDriver:
         """What the front door does with tokens: they wait for a client that does not take them at once."""
         self._check_open(event, event.request_ids)
         clients, now = self.clients, self._queue.clock.now
-        if not event.counts:  # nearly every step: where a run without invariants spends most of its time outside the real code
+        if (
+            not event.counts
+        ):  # nearly every step: where a run without invariants spends most of its time outside the real code
             for name, token_id in zip(event.request_ids, event.token_ids, strict=True):
                 client = clients[name]
                 client.received.append(token_id)
@@ -200,7 +211,11 @@ class RouterDriver:
                     self._ended(event)
 
     def _tick(self, router: Router) -> None:
-        if router is not self.router or not self.alive or self._put_off(partial(self._tick, router), self._ticks_late_s):
+        if (
+            router is not self.router
+            or not self.alive
+            or self._put_off(partial(self._tick, router), self._ticks_late_s)
+        ):
             return
         router.tick()
         for lost in self._incoming.lost():

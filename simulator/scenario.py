@@ -1,4 +1,5 @@
-"""What one simulated run consists of: engines, clients, speeds and faults. The event queue (simulator/simulation.py) plays it.
+"""What one simulated run consists of: engines, clients, speeds and faults. The event queue (simulator/simulation.py)
+plays it.
 
 `drawn` makes one from a seed, small and nasty; cluster/simulate.py makes one from a configuration and a workload.
 """
@@ -28,7 +29,8 @@ HORIZON_S = 400.0
 MAX_MODEL_LEN = 96
 MODES: tuple[Literal["strict", "auto", "off"], ...] = ("strict", "auto", "auto", "auto", "off")
 TRANSFER = TransferConfig(lease_s=1.0, revoke_s=1.0, pull_timeout_s=2.0)
-"""A lease outlives a renewal that is as late as the wire can make it (a third of it, a tick, 0.3 s), and little more."""
+"""A lease outlives a renewal that is as late as the wire can make it (a third of it, a tick, 0.3 s), and little more.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +53,9 @@ class Faults:
     """A pull is slow, and meanwhile every lease timer of the prefill engines fires."""
     step_failure: float = 0.0
     kills: int = 0
-    """Most engines killed and restarted in one run. What a dead sender had sent arrives up to a drawn message, and not beyond."""
+    """Most engines killed and restarted in one run. What a dead sender had sent arrives up to a drawn message, and not
+    beyond.
+    """
     router_kills: int = 0
     router_pauses: int = 0
     """Most times that the router does nothing for longer than engines wait for it, and then goes on."""
@@ -147,7 +151,9 @@ class Scenario:
 
 
 class HalfRight:
-    """Drafts for answers that never repeat themselves: the right next tokens, each replaced by a wrong one with probability 1/2."""
+    """Drafts for answers that never repeat themselves: the right next tokens, each replaced by a wrong one with
+    probability 1/2.
+    """
 
     def __init__(self, seed: int, clients: dict[str, Client]) -> None:
         self._clients = clients
@@ -169,10 +175,11 @@ def drawn(
     faults: Faults = ALL_FAULTS,
     tight: bool | None = None,
 ) -> Scenario:
-    """A small run from a seed: few blocks, prompts that share prefixes, every preemption mode, drafts, two steps in flight, and every
-    limit small now and then, those of the two pools apart.
+    """A small run from a seed: few blocks, prompts that share prefixes, every preemption mode, drafts, two steps in
+    flight, and every limit small now and then, those of the two pools apart.
 
-    `tight`: answers are long and a decode engine holds the longest and little more, so that preemption is the rule; None: drawn.
+    `tight`: answers are long and a decode engine holds the longest and little more, so that preemption is the rule;
+    None: drawn.
     """
     draw = random.Random(f"scenario {seed}")
     tight = draw.random() < 0.4 if tight is None else tight
@@ -222,7 +229,9 @@ def _draw_engine(draw: random.Random) -> EngineConfig:
 
 
 def _draw_prefill(draw: random.Random, config: EngineConfig) -> EngineConfig:
-    """With more room than in decode, leases pile up in front of a full decode engine; with less, or a shorter limit, prompts go past it."""
+    """With more room than in decode, leases pile up in front of a full decode engine; with less, or a shorter limit,
+    prompts go past it.
+    """
     return replace(
         config,
         prompt_reservation="hold",
@@ -243,7 +252,11 @@ def _draw_decode(draw: random.Random, config: EngineConfig, tight: bool) -> Engi
     )
     if not tight:
         return config
-    return replace(config, num_blocks=draw.choice([16, 18, 22]), max_num_seqs=min(config.max_num_batched_tokens, draw.choice([4, 16])))
+    return replace(
+        config,
+        num_blocks=draw.choice([16, 18, 22]),
+        max_num_seqs=min(config.max_num_batched_tokens, draw.choice([4, 16])),
+    )
 
 
 def _draw_clients(draw: random.Random, count: int, faults: Faults, tight: bool) -> list[Client]:
@@ -253,7 +266,9 @@ def _draw_clients(draw: random.Random, count: int, faults: Faults, tight: bool) 
     clients = []
     for index in range(count):
         shared = draw.choice(families)[: draw.choice([0, 4, 8] if tight else [0, 4, 8, 16, 30])]
-        prompt = shared + [draw.randrange(32000) for _ in range(draw.choice([1, 3, 4, 9] if tight else [1, 3, 4, 9, 20]))]
+        prompt = shared + [
+            draw.randrange(32000) for _ in range(draw.choice([1, 3, 4, 9] if tight else [1, 3, 4, 9, 20]))
+        ]
         num_tokens = draw.choice([12, 24, 36] if tight else [1, 2, 5, 12, 24])
         if draw.random() < 0.03:  # can never fit: longer than the model, or together with its answer than any pool
             prompt, num_tokens = draw.choice([(prompt * 96, 1), (prompt[:1] * 60, 400)])

@@ -1,4 +1,5 @@
-"""Seeded fault schedules: the real router, services and schedulers under a virtual clock (simulator/simulation.py), thousands of them.
+"""Seeded fault schedules: the real router, services and schedulers under a virtual clock (simulator/simulation.py),
+thousands of them.
 
     python -m simulator --first-seed 1 --seeds 500      exit 1 and the seed at the first broken invariant
     python -m simulator --speed                         engine steps a second, without faults
@@ -33,7 +34,9 @@ def of_seed(seed: int, *, logged: bool = False) -> Simulation:
     draw = random.Random(f"sizes {seed}")
     num_prefill, num_decode = draw.choice(POOLS)
     faults = NO_FAULTS if draw.random() < 0.2 else ALL_FAULTS
-    scenario = drawn(seed, num_prefill=num_prefill, num_decode=num_decode, num_requests=draw.randint(40, 50), faults=faults)
+    scenario = drawn(
+        seed, num_prefill=num_prefill, num_decode=num_decode, num_requests=draw.randint(40, 50), faults=faults
+    )
     return Simulation(scenario, logged=logged)
 
 
@@ -47,7 +50,10 @@ def show_seed(seed: int, show: Callable[[str], None]) -> bool:
         verdict = str(violation)
     for line in simulation.log:
         show(line)
-    print(f"seed {seed}: {len(simulation.clients)} requests, {simulation.num_faults} faults, {simulation.num_events} events: {verdict}")
+    print(
+        f"seed {seed}: {len(simulation.clients)} requests, {simulation.num_faults} faults, {simulation.num_events} "
+        f"events: {verdict}"
+    )
     return verdict == "no violation"
 
 
@@ -55,7 +61,9 @@ def run_seed(seed: int) -> Counter[str]:
     """Raises Violation if the run breaks an invariant."""
     simulation = of_seed(seed)
     simulation.run()
-    return Counter(seeds=1, requests=len(simulation.clients), faults=simulation.num_faults, events=simulation.num_events)
+    return Counter(
+        seeds=1, requests=len(simulation.clients), faults=simulation.num_faults, events=simulation.num_events
+    )
 
 
 def run_seeds(first_seed: int, num_seeds: int, *, processes: int = 1) -> Counter[str]:
@@ -85,14 +93,18 @@ def in_words(totals: Counter[str]) -> str:
 
 
 def end(number: int, frame: object) -> NoReturn:
-    """On a signal: no worker outlives us, nor does one that has just been started wait for work while we wait for its end."""
+    """On a signal: no worker outlives us, nor does one that has just been started wait for work while we wait for its
+    end.
+    """
     for worker in active_children():
         worker.terminate()
     sys.exit(128 + number)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m simulator", description="Run seeded fault schedules; exit 1 at the first violation.")
+    parser = argparse.ArgumentParser(
+        prog="python -m simulator", description="Run seeded fault schedules; exit 1 at the first violation."
+    )
     parser.add_argument("--first-seed", type=int, default=1)
     parser.add_argument("--seeds", type=int, default=100)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)

@@ -1,13 +1,14 @@
-"""The event-queue driver: the real router, services, schedulers and block managers under a virtual clock, with faults from a seed.
+"""The event-queue driver: the real router, services, schedulers and block managers under a virtual clock, with faults
+from a seed.
 
  1. event_queue.py pops the next event and sets the clock
- 2. router_driver.py, engines.py, supervisor.py do what the real shells do: hand messages and steps to the state machines, carry off
-    what these put out
+ 2. router_driver.py, engines.py, supervisor.py do what the real shells do: hand messages and steps to the state
+    machines, carry off what these put out
  3. wire.py delays, doubles and cuts off what is sent
  4. invariants.py looks at what the event touched; audit.py has counted on its own
 
-Only three things are models here: the wire, the transfer (blocks move one by one, may fail, may change, may end after their lease
-died) and the runner (the arithmetic one, whose step takes a drawn time). Same seed, same run.
+Only three things are models here: the wire, the transfer (blocks move one by one, may fail, may change, may end after
+their lease died) and the runner (the arithmetic one, whose step takes a drawn time). Same seed, same run.
 """
 
 import itertools

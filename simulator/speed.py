@@ -1,10 +1,11 @@
-"""How fast the simulator plays: engine steps a second of wall time while every decode engine runs 100 requests, without faults.
+"""How fast the simulator plays: engine steps a second of wall time while every decode engine runs 100 requests, without
+faults.
 
     python -m simulator --speed
 
-Measured from the moment when all requests run to the first end. Router, services and schedulers are the real ones. With the invariants
-off a cheaper runner gives the same tokens of the arithmetic model: it keeps each row's sum instead of reading its cache. One process, then
-as many as there are cores, as `python -m simulator` plays seeds.
+Measured from the moment when all requests run to the first end. Router, services and schedulers are the real ones. With
+the invariants off a cheaper runner gives the same tokens of the arithmetic model: it keeps each row's sum instead of
+reading its cache. One process, then as many as there are cores, as `python -m simulator` plays seeds.
 """
 
 import os
@@ -91,13 +92,17 @@ def _clients(count: int) -> list[Client]:
     draw, clients = np.random.default_rng(1), []
     for index in range(count):
         prompt = draw.integers(0, VOCAB_SIZE, PROMPT_TOKENS).astype(np.int32)
-        request = ClientRequest(request_id=f"r{index}", prompt_token_ids=prompt, max_tokens=ANSWER_TOKENS, sampling=SamplingParams())
+        request = ClientRequest(
+            request_id=f"r{index}", prompt_token_ids=prompt, max_tokens=ANSWER_TOKENS, sampling=SamplingParams()
+        )
         clients.append(Client(request, expected_tokens(prompt.tolist(), ANSWER_TOKENS), submit_at=1.0))
     return clients
 
 
 def steps_per_s(checked: bool) -> float:
-    """Best of `NUM_ROUNDS`: a round takes a fraction of a second, and whatever else runs on the machine can only slow it down."""
+    """Best of `NUM_ROUNDS`: a round takes a fraction of a second, and whatever else runs on the machine can only slow
+    it down.
+    """
     return max(measure(checked=checked).steps_per_s for _ in range(NUM_ROUNDS))
 
 
@@ -112,7 +117,8 @@ def report() -> str:
     one = [steps_per_s(checked) for checked in (False, True)]
     every = [steps_per_s_of_all(num_processes, checked=checked) for checked in (False, True)]
     lines = [
-        f"engine steps/s, {NUM_DECODE} decode engines with {NUM_RUNNING} running requests each, best of {NUM_ROUNDS} rounds",
+        f"engine steps/s, {NUM_DECODE} decode engines with {NUM_RUNNING} running requests each, best of {NUM_ROUNDS} "
+        "rounds",
         f"{'invariants':30} {'off':>8} {'on':>8}",
     ]
     for name, (off, on) in (("one process", one), (f"{num_processes} processes, one per core", every)):

@@ -35,7 +35,8 @@ def sum_up(
     state: Sums,
     targets: Int32,
 ) -> None:
-    """Brings the sum of each row of a batch up to its last scheduled token and writes the token that the model says after that.
+    """Brings the sum of each row of a batch up to its last scheduled token and writes the token that the model says
+    after that.
 
     A row that changed hands begins anew. `targets`: [B, 1].
     """
@@ -73,7 +74,11 @@ class SummingRunner(ArithmeticRunner):
     def execute(self, batch: Batch) -> StepOutput:
         if not self._sums.size:
             self._sums = Sums(np.zeros((NUM_LINES, len(batch.token_ids)), np.int64))
-        rows, num_computed, num_scheduled = Rows(batch.rows), NumComputed(batch.num_computed), NumScheduled(batch.num_scheduled)
+        rows, num_computed, num_scheduled = (
+            Rows(batch.rows),
+            NumComputed(batch.num_computed),
+            NumScheduled(batch.num_scheduled),
+        )
         targets = np.empty((len(rows), 1), np.int32)
         sum_up(rows, num_computed, num_scheduled, batch.sample, TokenIds(batch.token_ids), self._sums, targets)
         return StepOutput(token_ids=targets, counts=batch.sample.astype(np.int32))

@@ -20,7 +20,9 @@ class Supervisor:
     def __init__(self, queue: EventQueue, scenario: Scenario, driver: RouterDriver, engines: Engines) -> None:
         self._queue, self._scenario, self._driver, self._engines = queue, scenario, driver, engines
         faults = scenario.faults
-        self._left = Counter(kills=faults.kills, drains=faults.drains, scale_ups=faults.scale_ups, scale_downs=faults.scale_downs)
+        self._left = Counter(
+            kills=faults.kills, drains=faults.drains, scale_ups=faults.scale_ups, scale_downs=faults.scale_downs
+        )
         self._sizes = Counter(prefill=scenario.num_prefill, decode=scenario.num_decode)
         """By pool, names given so far."""
         for pool, size in self._sizes.items():
@@ -63,7 +65,9 @@ class Supervisor:
         return False
 
     def _can_go(self, replica: Replica) -> bool:
-        """Some other engine of its pool stays; a prefill pool may vanish where decode engines compute every prompt alone."""
+        """Some other engine of its pool stays; a prefill pool may vanish where decode engines compute every prompt
+        alone.
+        """
         scenario = self._scenario
         if replica.is_prefill and scenario.router.disaggregation != "strict" and not scenario.needs_prefill:
             return True
@@ -95,7 +99,9 @@ class Supervisor:
         self._driver.start(replica.address for replica in self._engines.replicas.values())
 
     def _end(self, replica: Replica) -> None:
-        """The router hears of it; a successor starts, unless it left, and reuses the memory: words are cleared first."""
+        """The router hears of it; a successor starts, unless it left, and reuses the memory: words are cleared
+        first.
+        """
         if not replica.alive:
             return
         self._engines.end(replica)

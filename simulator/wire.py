@@ -1,4 +1,6 @@
-"""The wire of a simulated run: every message takes a drawn time, so they overtake each other; some come twice, some are cut off."""
+"""The wire of a simulated run: every message takes a drawn time, so they overtake each other; some come twice, some are
+cut off.
+"""
 
 from collections.abc import Callable
 from functools import partial

@@ -17,7 +17,9 @@ settings.load_profile("twopass")
 
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
-    """SmolLM2-135M-Instruct, fetched once into the cache folder. Where it cannot be had the test is skipped, but never in CI."""
+    """SmolLM2-135M-Instruct, fetched once into the cache folder. Where it cannot be had the test is skipped, but never
+    in CI.
+    """
     try:
         return demo_model_dir(print)
     except ModelError as error:

@@ -1,4 +1,6 @@
-"""A whole deployment in this process: the real router core and real engines in threads, over real shared memory; no Ray, no sockets."""
+"""A whole deployment in this process: the real router core and real engines in threads, over real shared memory; no
+Ray, no sockets.
+"""
 
 import queue
 import secrets
@@ -41,7 +43,10 @@ class LocalDeployment:
 
     def __enter__(self) -> Self:
         epochs = count(2)
-        pools = (("prefill", self._config.prefill, build.build_prefill), ("decode", self._config.decode, build.build_decode))
+        pools = (
+            ("prefill", self._config.prefill, build.build_prefill),
+            ("decode", self._config.decode, build.build_decode),
+        )
         for name, pool, make in pools:
             for index in range(pool.replicas):
                 address = Address(f"{name}-{index}", next(epochs))
@@ -55,7 +60,9 @@ class LocalDeployment:
             self._pump(until)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             if error is None:
                 assert all(loop.wait_idle(HANG_S) for loop in self.loops.values())
@@ -107,5 +114,8 @@ class LocalDeployment:
 def asked(name: str, prompt: Iterable[int], max_tokens: int, sampling: SamplingParams | None = None) -> ClientRequest:
     token_ids = np.array(list(prompt), np.int32)
     return ClientRequest(
-        request_id=name, prompt_token_ids=token_ids, max_tokens=max_tokens, sampling=sampling or SamplingParams(ignore_eos=True)
+        request_id=name,
+        prompt_token_ids=token_ids,
+        max_tokens=max_tokens,
+        sampling=sampling or SamplingParams(ignore_eos=True),
     )

@@ -53,7 +53,9 @@ class World:
         self.cache = np.zeros((self.config.num_blocks, BLOCK_SIZE), np.int64)
         self.words = np.zeros(self.config.num_blocks, np.uint64)
         num_host_blocks = self.config.num_host_blocks
-        self.scheduler = Scheduler(self.config, num_blocks=self.config.num_blocks, num_host_blocks=num_host_blocks, fingerprint=LAYOUT)
+        self.scheduler = Scheduler(
+            self.config, num_blocks=self.config.num_blocks, num_host_blocks=num_host_blocks, fingerprint=LAYOUT
+        )
         self.runner = ArithmeticRunner(self.cache, num_host_blocks=num_host_blocks)
         self.network = LocalNetwork()
 
@@ -73,11 +75,22 @@ class World:
         self.service.handle(Envelope(sender, receiver or self.address, 0, message))
 
     def hear_router(self, epoch: int = 3) -> None:
-        self.say(Address("router", epoch), RouterStatus(router_epoch=epoch, seq=1, prefill_room_blocks=0, prefill_max_tokens=0))
+        self.say(
+            Address("router", epoch),
+            RouterStatus(router_epoch=epoch, seq=1, prefill_room_blocks=0, prefill_max_tokens=0),
+        )
 
-    def request(self, num_prompt: int = 10, *, name: str = "r", role: Any, peer: Address | None, **changes: Any) -> GenerateRequest:
+    def request(
+        self, num_prompt: int = 10, *, name: str = "r", role: Any, peer: Address | None, **changes: Any
+    ) -> GenerateRequest:
         prompt = np.arange(1, num_prompt + 1, dtype=np.int32)
-        fields: dict[str, Any] = {"key": key(name), "slot": 7, "offset": 0, "max_tokens": 4, "sampling": SamplingParams()}
+        fields: dict[str, Any] = {
+            "key": key(name),
+            "slot": 7,
+            "offset": 0,
+            "max_tokens": 4,
+            "sampling": SamplingParams(),
+        }
         return GenerateRequest(role=role, peer=peer, prompt_token_ids=prompt, **(fields | changes))
 
     def pass_time(self, seconds: float) -> None:
@@ -158,15 +171,33 @@ class DecodeWorld(World):
     def generate(self, num_prompt: int = 10, **changes: Any) -> None:
         self.say(ROUTER, self.request(num_prompt, role="decode", peer=P, **changes))
 
-    def handoff(self, num_prompt: int = 10, *, ready: int | None = None, name: str = "r", first_token_id: int = 77, **changes: Any) -> None:
+    def handoff(
+        self,
+        num_prompt: int = 10,
+        *,
+        ready: int | None = None,
+        name: str = "r",
+        first_token_id: int = 77,
+        **changes: Any,
+    ) -> None:
         """The prompt 1, 2, 3, ... lies in blocks 20, 21, ... of the source, under lease 9 in slot 2."""
         ready = num_prompt if ready is None else ready
         final = ready == num_prompt
         tokens = np.arange(1, num_prompt + 1)
         self.source.reshape(-1)[20 * BLOCK_SIZE : 20 * BLOCK_SIZE + num_prompt] = (tokens + 1) * tokens
         self.words[2] = 9
-        fields: dict[str, Any] = {"key": key(name), "lease_id": 9, "lease_slot": 2, "lease_s": 30.0, "layout_fingerprint": LAYOUT}
-        fields |= {"block_ids": tuple(range(20, 20 + -(-num_prompt // BLOCK_SIZE))), "num_ready_tokens": ready, "final": final}
+        fields: dict[str, Any] = {
+            "key": key(name),
+            "lease_id": 9,
+            "lease_slot": 2,
+            "lease_s": 30.0,
+            "layout_fingerprint": LAYOUT,
+        }
+        fields |= {
+            "block_ids": tuple(range(20, 20 + -(-num_prompt // BLOCK_SIZE))),
+            "num_ready_tokens": ready,
+            "final": final,
+        }
         self.say(P, KVHandoff(first_token_id=first_token_id if final else None, **(fields | changes)))
 
     def finish_pulls(self) -> None:

@@ -19,7 +19,9 @@ P = ParamSpec("P")
 
 SERVER_COMMANDS = ("serve", "plan", "demo", "replay")
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Disaggregated LLM serving.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Disaggregated LLM serving."
+)
 console = plain_console(stderr=True)
 
 
@@ -79,7 +81,9 @@ def main() -> None:
         server.register(app)
     else:
         for name in SERVER_COMMANDS:
-            app.command(name, help="Needs the server packages.", context_settings={"ignore_unknown_options": True})(_absent)
+            app.command(name, help="Needs the server packages.", context_settings={"ignore_unknown_options": True})(
+                _absent
+            )
     app()
 
 
@@ -92,7 +96,9 @@ def _server_commands() -> ModuleType | None:
 
 
 def _absent(arguments: Annotated[list[str] | None, typer.Argument(hidden=True)] = None) -> None:
-    console.print("The server packages are not installed here. In the source tree: pip install -e '.[server]'", style="bold red")
+    console.print(
+        "The server packages are not installed here. In the source tree: pip install -e '.[server]'", style="bold red"
+    )
     raise typer.Exit(2)
 
 

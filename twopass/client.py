@@ -4,8 +4,8 @@
         for chunk in client.generate("Once upon a time", max_tokens=32, temperature=0.0):
             print(chunk.text, end="")
 
-`generate` and `chat` stream; `generate_text` and `chat_text` wait for the whole answer, `generate_texts` and `chat_texts` for `n` of
-them. `AsyncClient` is the same with `async`.
+`generate` and `chat` stream; `generate_text` and `chat_text` wait for the whole answer, `generate_texts` and
+`chat_texts` for `n` of them. `AsyncClient` is the same with `async`.
 Everything raises the errors of `twopass.errors`. Closing a stream, or dropping it, cancels the request.
 """
 
@@ -43,7 +43,18 @@ from twopass.wire import (
     tokenize_request,
 )
 
-__all__ = ["AsyncClient", "AsyncStream", "Chunk", "Client", "Completion", "GenerateOptions", "ModelInfo", "Stream", "Timing", "Usage"]
+__all__ = [
+    "AsyncClient",
+    "AsyncStream",
+    "Chunk",
+    "Client",
+    "Completion",
+    "GenerateOptions",
+    "ModelInfo",
+    "Stream",
+    "Timing",
+    "Usage",
+]
 
 _CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),  # the server says what is too large
@@ -59,7 +70,9 @@ def _channel_options(address: str) -> tuple[tuple[str, int], ...]:
 
 
 class Client:
-    """One connection, for any number of threads. `timeout_s`: deadline of each call that names none; None: no deadline."""
+    """One connection, for any number of threads. `timeout_s`: deadline of each call that names none; None: no
+    deadline.
+    """
 
     def __init__(self, address: str, *, timeout_s: float | None = None) -> None:
         self._channel = grpc.insecure_channel(address, options=_channel_options(address))
@@ -67,9 +80,15 @@ class Client:
         self._address, self._timeout_s = address, timeout_s
 
     def generate(
-        self, prompt: str | None = None, *, prompt_token_ids: Iterable[int] | None = None, **options: Unpack[GenerateOptions]
+        self,
+        prompt: str | None = None,
+        *,
+        prompt_token_ids: Iterable[int] | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> "Stream":
-        """Streams the continuation of a text or of token ids. The request starts at once, not with the first iteration."""
+        """Streams the continuation of a text or of token ids. The request starts at once, not with the first
+        iteration.
+        """
         return self._start(generate_request(prompt, prompt_token_ids, None, options), options)
 
     def chat(self, messages: Iterable[Mapping[str, str]], **options: Unpack[GenerateOptions]) -> "Stream":
@@ -77,14 +96,22 @@ class Client:
         return self._start(generate_request(None, None, messages, options), options)
 
     def generate_text(
-        self, prompt: str | None = None, *, prompt_token_ids: Iterable[int] | None = None, **options: Unpack[GenerateOptions]
+        self,
+        prompt: str | None = None,
+        *,
+        prompt_token_ids: Iterable[int] | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> Completion:
         """As `generate`, but waits for the whole answer."""
         require_single(options)
         return self.generate(prompt, prompt_token_ids=prompt_token_ids, **options).read()
 
     def generate_texts(
-        self, prompt: str | None = None, *, prompt_token_ids: Iterable[int] | None = None, **options: Unpack[GenerateOptions]
+        self,
+        prompt: str | None = None,
+        *,
+        prompt_token_ids: Iterable[int] | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> list[Completion]:
         """As `generate`, but waits for all `n` answers."""
         return self.generate(prompt, prompt_token_ids=prompt_token_ids, **options).read_all()
@@ -125,12 +152,16 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _start(self, request: pb.GenerateRequest, options: GenerateOptions) -> "Stream":
         try:
-            call = self._stub.Generate(request, timeout=options.get("timeout_s", self._timeout_s), metadata=call_metadata(options))
+            call = self._stub.Generate(
+                request, timeout=options.get("timeout_s", self._timeout_s), metadata=call_metadata(options)
+            )
             return Stream(call, self._address)
         except ValueError as error:  # what grpc raises on a closed channel
             raise ClientClosed(str(error)) from error
@@ -180,7 +211,9 @@ class Stream(Iterator[Chunk]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def __del__(self) -> None:
@@ -196,9 +229,15 @@ class AsyncClient:
         self._address, self._timeout_s = address, timeout_s
 
     def generate(
-        self, prompt: str | None = None, *, prompt_token_ids: Iterable[int] | None = None, **options: Unpack[GenerateOptions]
+        self,
+        prompt: str | None = None,
+        *,
+        prompt_token_ids: Iterable[int] | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> "AsyncStream":
-        """Streams the continuation of a text or of token ids. The request starts at once, not with the first iteration."""
+        """Streams the continuation of a text or of token ids. The request starts at once, not with the first
+        iteration.
+        """
         return self._start(generate_request(prompt, prompt_token_ids, None, options), options)
 
     def chat(self, messages: Iterable[Mapping[str, str]], **options: Unpack[GenerateOptions]) -> "AsyncStream":
@@ -206,14 +245,22 @@ class AsyncClient:
         return self._start(generate_request(None, None, messages, options), options)
 
     async def generate_text(
-        self, prompt: str | None = None, *, prompt_token_ids: Iterable[int] | None = None, **options: Unpack[GenerateOptions]
+        self,
+        prompt: str | None = None,
+        *,
+        prompt_token_ids: Iterable[int] | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> Completion:
         """As `generate`, but waits for the whole answer."""
         require_single(options)
         return await self.generate(prompt, prompt_token_ids=prompt_token_ids, **options).read()
 
     async def generate_texts(
-        self, prompt: str | None = None, *, prompt_token_ids: Iterable[int] | None = None, **options: Unpack[GenerateOptions]
+        self,
+        prompt: str | None = None,
+        *,
+        prompt_token_ids: Iterable[int] | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> list[Completion]:
         """As `generate`, but waits for all `n` answers."""
         return await self.generate(prompt, prompt_token_ids=prompt_token_ids, **options).read_all()
@@ -223,11 +270,15 @@ class AsyncClient:
         require_single(options)
         return await self.chat(messages, **options).read()
 
-    async def chat_texts(self, messages: Iterable[Mapping[str, str]], **options: Unpack[GenerateOptions]) -> list[Completion]:
+    async def chat_texts(
+        self, messages: Iterable[Mapping[str, str]], **options: Unpack[GenerateOptions]
+    ) -> list[Completion]:
         """As `chat`, but waits for all `n` answers."""
         return await self.chat(messages, **options).read_all()
 
-    async def tokenize(self, text: str | None = None, *, messages: Iterable[Mapping[str, str]] | None = None) -> list[int]:
+    async def tokenize(
+        self, text: str | None = None, *, messages: Iterable[Mapping[str, str]] | None = None
+    ) -> list[int]:
         """The token ids that the server would use for this prompt."""
         return list((await self._call(self._stub.Tokenize, tokenize_request(text, messages))).token_ids)
 
@@ -254,12 +305,16 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         await self.close()
 
     def _start(self, request: pb.GenerateRequest, options: GenerateOptions) -> "AsyncStream":
         try:
-            call = self._stub.Generate(request, timeout=options.get("timeout_s", self._timeout_s), metadata=call_metadata(options))
+            call = self._stub.Generate(
+                request, timeout=options.get("timeout_s", self._timeout_s), metadata=call_metadata(options)
+            )
             return AsyncStream(call, self._address)
         except grpc.aio.UsageError as error:
             raise ClientClosed(str(error)) from error
@@ -309,7 +364,9 @@ class AsyncStream(AsyncIterator[Chunk]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         await self.aclose()
 
     def __del__(self) -> None:

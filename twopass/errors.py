@@ -1,7 +1,8 @@
 """What the client library raises.
 
 TwopassError
-├── RequestError              one call ended without its answer; `status` names the gRPC status, `retryable` says whether to try again
+├── RequestError              one call ended without its answer; `status` names the gRPC status, `retryable` says
+                              whether to try again
 │   ├── InvalidRequest        INVALID_ARGUMENT     never possible as asked; `field` names what is wrong
 │   ├── RequestTooLarge       RESOURCE_EXHAUSTED   the message is over the server's hard limit
 │   ├── Overloaded            RESOURCE_EXHAUSTED   retryable, after `retry_after_s`

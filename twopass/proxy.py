@@ -21,7 +21,9 @@ def is_loopback(address: str) -> bool:
 def proxy_of(address: str) -> str | None:
     """`VARIABLE=URL` of the proxy that a connection to `address` goes through, without user and password."""
     variable = _first(VARIABLES)
-    if variable is None or not os.environ[variable].startswith("http://") or is_loopback(address):  # gRPC knows no other scheme
+    if (
+        variable is None or not os.environ[variable].startswith("http://") or is_loopback(address)
+    ):  # gRPC knows no other scheme
         return None
     host, exceptions = _split(address)[1], _first(EXCEPTIONS)
     if exceptions is not None and any(_names(entry.strip(), host) for entry in os.environ[exceptions].split(",")):

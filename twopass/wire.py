@@ -1,4 +1,6 @@
-"""Between the client's Python and the messages of the contract: options and prompts in, chunks, completions and errors out."""
+"""Between the client's Python and the messages of the contract: options and prompts in, chunks, completions and errors
+out.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,7 +65,9 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds on the server, from the arrival of the call; `stages` add up to `total_s`. Of several answers: of the last to end."""
+    """Seconds on the server, from the arrival of the call; `stages` add up to `total_s`. Of several answers: of the
+    last to end.
+    """
 
     ttft_s: float
     total_s: float
@@ -73,7 +77,9 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural logarithms of the model's own probabilities, before penalties, temperature and filters. `top`: likeliest first."""
+    """Natural logarithms of the model's own probabilities, before penalties, temperature and filters. `top`: likeliest
+    first.
+    """
 
     logprob: float
     top: dict[int, float]
@@ -81,7 +87,9 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of an answer. `text` may lag behind `token_ids`: a piece never ends inside a character or a possible stop string."""
+    """A piece of an answer. `text` may lag behind `token_ids`: a piece never ends inside a character or a possible stop
+    string.
+    """
 
     text: str
     token_ids: list[int]
@@ -196,7 +204,9 @@ def generate_request(
 def tokenize_request(text: str | None, messages: Iterable[Mapping[str, str]] | None) -> pb.TokenizeRequest:
     if (text is None) == (messages is None):
         raise InvalidRequest("prompt: exactly one of text and messages must be given", field="prompt")
-    return _build(pb.TokenizeRequest, {"text": text} if messages is None else {"chat": _build(pb.Chat, {"messages": messages})})
+    return _build(
+        pb.TokenizeRequest, {"text": text} if messages is None else {"chat": _build(pb.Chat, {"messages": messages})}
+    )
 
 
 def abort_request(request_id: str) -> pb.AbortRequest:
@@ -227,8 +237,12 @@ def to_chunk(message: pb.GenerateResponse) -> Chunk:
         prompt_tokens=message.prompt_tokens if message.HasField("prompt_tokens") else None,
         request_id=message.request_id if message.HasField("request_id") else None,
         finish_reason=finish_reason,
-        usage=Usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) if message.HasField("usage") else None,
-        timing=Timing(timing.ttft_s, timing.total_s, dict(timing.stages), timing.attempts) if message.HasField("timing") else None,
+        usage=Usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+        if message.HasField("usage")
+        else None,
+        timing=Timing(timing.ttft_s, timing.total_s, dict(timing.stages), timing.attempts)
+        if message.HasField("timing")
+        else None,
         index=message.index,
         logprobs=[_to_logprobs(values) for values in message.logprobs] or None,
     )
@@ -328,9 +342,13 @@ def incomplete() -> ServerError:
 
 
 def to_error(call: Any, address: str) -> RequestError:
-    """`call`: an ended call or the error it raised; both know status, details and trailing metadata. `address`: the server's."""
+    """`call`: an ended call or the error it raised; both know status, details and trailing metadata. `address`: the
+    server's.
+    """
     metadata = {str(key): str(value) for key, value in call.trailing_metadata() or ()}
     status, details = call.code().name, call.details() or ""
-    if status == "UNAVAILABLE" and (proxy := proxy_of(address)):  # of which gRPC's own words show no more than an IP address
+    if status == "UNAVAILABLE" and (
+        proxy := proxy_of(address)
+    ):  # of which gRPC's own words show no more than an IP address
         details += f"; {address} is reached through a proxy, {proxy}: if it should not be, list the host in no_proxy"
     return from_status(status, details, metadata)

@@ -1,4 +1,6 @@
-"""How two sets of answers are held against each other: floats differ with the order of their sums, and a close call may go either way."""
+"""How two sets of answers are held against each other: floats differ with the order of their sums, and a close call may
+go either way.
+"""
 
 import math
 from collections.abc import Sequence
@@ -15,16 +17,19 @@ from protocol.messages import RequestKey, SamplingParams
 from router.admission import ClientRequest
 
 CLOSE_CALL = 1e-3
-"""float32 logits differ by up to 4e-5 with the order of their sums: between two tokens so close, either may be chosen."""
+"""float32 logits differ by up to 4e-5 with the order of their sums: between two tokens so close, either may be chosen.
+"""
 MAX_TOKENS, NUM_TOP = 1024, 10
 
 Answers = dict[str, list[int]]
 """Token ids by request id."""
 
 
-def compare(what: str, requests: Sequence[ClientRequest], expected: Answers, answers: Answers, cpu: Runner) -> list[Item]:
-    """A greedy answer may leave the expected one at a close call only, and `cpu` tells how close. Of the sampled ones one may leave it,
-    where a draw met an edge.
+def compare(
+    what: str, requests: Sequence[ClientRequest], expected: Answers, answers: Answers, cpu: Runner
+) -> list[Item]:
+    """A greedy answer may leave the expected one at a close call only, and `cpu` tells how close. Of the sampled ones
+    one may leave it, where a draw met an edge.
     """
     items: list[Item] = []
     unlike = [asked for asked in requests if answers[asked.request_id] != expected[asked.request_id]]
@@ -48,11 +53,15 @@ def compare(what: str, requests: Sequence[ClientRequest], expected: Answers, ans
 
 
 def margin_over(runner: Runner, token_ids: Int32, other: int) -> float:
-    """By how much the likeliest next token's logit is above that of `other`; infinite where that is not among the first ten."""
+    """By how much the likeliest next token's logit is above that of `other`; infinite where that is not among the first
+    ten.
+    """
     config = EngineConfig(max_num_batched_tokens=MAX_TOKENS, max_num_seqs=1, max_model_len=MAX_TOKENS)
     scheduler = Scheduler(config, num_blocks=2 + MAX_TOKENS // config.block_size)
     sampling = SamplingParams(logprobs=NUM_TOP)
-    scheduler.add(Request(key=RequestKey(1, "margin", 1), slot=0, prompt_token_ids=token_ids, max_tokens=1, sampling=sampling))
+    scheduler.add(
+        Request(key=RequestKey(1, "margin", 1), slot=0, prompt_token_ids=token_ids, max_tokens=1, sampling=sampling)
+    )
     batch = scheduler.schedule()
     assert batch is not None
     (told,) = runner.execute(batch).logprobs[0]

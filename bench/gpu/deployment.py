@@ -1,6 +1,8 @@
-"""Engines in processes of their own, on one GPU, with the real services and loops; this process is the router and carries all messages.
+"""Engines in processes of their own, on one GPU, with the real services and loops; this process is the router and
+carries all messages.
 
-A process is forked before anybody touches the device, so each has a CUDA context to itself. It ends when it is told None.
+A process is forked before anybody touches the device, so each has a CUDA context to itself. It ends when it is told
+None.
 """
 
 import multiprocessing
@@ -58,12 +60,16 @@ class Engine(NamedTuple):
 
 
 class Deployment:
-    """`roles`: of the engines, "prefill" and "decode" or "decode" alone. `answer` blocks until every request has ended."""
+    """`roles`: of the engines, "prefill" and "decode" or "decode" alone. `answer` blocks until every request has
+    ended.
+    """
 
     def __init__(self, setting: Setting, kind: Kind, roles: Sequence[str], name: str) -> None:
         address = Address(ROUTER_ID, 1)
         config = RouterConfig(
-            disaggregation="strict" if "prefill" in roles else "off", status_interval_s=STATUS_S, replica_timeout_s=TIMEOUT_S
+            disaggregation="strict" if "prefill" in roles else "off",
+            status_interval_s=STATUS_S,
+            replica_timeout_s=TIMEOUT_S,
         )
         self._router = Router(config, address=address, clock=time.monotonic, seed=1)
         self._incoming, self._outgoing = Incoming(address, time.monotonic), Outgoing(address)
@@ -86,7 +92,9 @@ class Deployment:
         self._pump_until(lambda: len(list(self._router.replicas())) == len(self._wires))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if error is not None:
             return  # whoever still lives is killed with the section
         for wire in self._wires.values():
@@ -160,7 +168,9 @@ def _run_engine(engine: Engine, wire: Wire) -> None:
 
 
 def _build(engine: Engine, send: Callable[[Envelope], None], resources: ExitStack) -> EngineLoop:
-    """As `cluster/build.py` does, without what it needs beside torch. The decode engine uses graphs and launches steps ahead."""
+    """As `cluster/build.py` does, without what it needs beside torch. The decode engine uses graphs and launches steps
+    ahead.
+    """
     setting, role = engine.setting, engine.address.replica_id.split("-")[0]
     graph_sizes = setting.size((1, 2, 4, 8, 16), (2,)) if role == "decode" else ()
     config = engine_config(setting, depth=2 if role == "decode" else 1, graph_sizes=graph_sizes)
@@ -189,7 +199,9 @@ def _build(engine: Engine, send: Callable[[Envelope], None], resources: ExitStac
         cache = pool.blocks.tensor
         transport = importing(engine.kind, setting, device, pool.blocks, lambda: loops[0].wake())
         resources.callback(transport.close)
-        service = DecodeService(**fields, transport=transport, hello=_hello("decode", layout, config, b""), block_bytes=size)
+        service = DecodeService(
+            **fields, transport=transport, hello=_hello("decode", layout, config, b""), block_bytes=size
+        )
     runner = gpu_runner(model, as_tensor(cache).view(-1), graph_sizes)
     loops.append(
         EngineLoop(

@@ -28,12 +28,18 @@ def open_device(setting: Setting, name: str) -> Device:
 def export(kind: Kind, device: Device, name: str, num_blocks: int, block_bytes: int) -> DeviceExport:
     """A cache for one peer, a lease word for each of its blocks."""
     config = TransferConfig(transport=kind)
-    return DeviceExport(config, name, device, num_blocks=num_blocks, block_bytes=block_bytes, num_slots=num_blocks, num_peers=1)
+    return DeviceExport(
+        config, name, device, num_blocks=num_blocks, block_bytes=block_bytes, num_slots=num_blocks, num_peers=1
+    )
 
 
-def importing(kind: Kind, setting: Setting, device: Device, cache: DeviceBlocks, notify: Callable[[], None]) -> Transport:
+def importing(
+    kind: Kind, setting: Setting, device: Device, cache: DeviceBlocks, notify: Callable[[], None]
+) -> Transport:
     """The transport of the process that pulls into `cache`."""
-    return choose_device(TransferConfig(transport=kind), device, cache, notify, gather=setting.size(pull_blocks, _gather_on_host))
+    return choose_device(
+        TransferConfig(transport=kind), device, cache, notify, gather=setting.size(pull_blocks, _gather_on_host)
+    )
 
 
 def as_tensor(cache: Tensor) -> torch.Tensor:

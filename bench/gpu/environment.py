@@ -52,6 +52,10 @@ def _card() -> dict[str, Cell]:
 def _driver() -> str:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.split("\n")[0].strip()
+        return (
+            subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+            .stdout.split("\n")[0]
+            .strip()
+        )
     except (OSError, subprocess.SubprocessError) as error:
         return f"unknown: {error}"

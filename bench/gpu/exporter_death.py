@@ -1,4 +1,6 @@
-"""The exporter is killed in the midst of a pull: the pull must end, and the importer must live and pull from another peer."""
+"""The exporter is killed in the midst of a pull: the pull must end, and the importer must live and pull from another
+peer.
+"""
 
 import secrets
 import time
@@ -25,7 +27,9 @@ def over_host_staged(setting: Setting) -> Iterator[Item]:
 
 
 def _run(setting: Setting, kind: Kind, num_rounds: int) -> Iterator[Item]:
-    """The pull takes the whole cache so many times over, so that it lasts; the device of a rehearsal holds it until the exporter is gone."""
+    """The pull takes the whole cache so many times over, so that it lasts; the device of a rehearsal holds it until the
+    exporter is gone.
+    """
     torch.manual_seed(setting.seed)
     num_blocks, block_bytes = setting.size((512, 2 << 20), (16, 1 << 16))
     first, second = (f"{SHARED_MEMORY}{secrets.token_hex(4)}" for _ in range(2))
@@ -57,7 +61,9 @@ def _run(setting: Setting, kind: Kind, num_rounds: int) -> Iterator[Item]:
         ]
         yield Table(f"{kind}: the pull", (Column("what"), Column("found")), rows)
         yield Table(
-            "its end", (Column("after the death", "s", measured=True), Column("one round before", "s", measured=True)), [(seconds, whole_s)]
+            "its end",
+            (Column("after the death", "s", measured=True), Column("one round before", "s", measured=True)),
+            [(seconds, whole_s)],
         )
         if not under_way:
             yield Problem("the pull ended before the exporter did: nothing was tried")
@@ -71,7 +77,9 @@ def _run(setting: Setting, kind: Kind, num_rounds: int) -> Iterator[Item]:
         if not again.holds(src, dst):
             yield Problem("a pull from another exporter brings other bytes")
         again.close()
-        yield Note("afterwards: the dead peer closed, a matmul computed, and a pull from another exporter, every byte compared")
+        yield Note(
+            "afterwards: the dead peer closed, a matmul computed, and a pull from another exporter, every byte compared"
+        )
 
 
 def _survives(setting: Setting) -> Iterator[Item]:

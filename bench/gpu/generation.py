@@ -40,14 +40,22 @@ def some_requests(setting: Setting, vocab_size: int) -> list[ClientRequest]:
         if i % 2:
             top_p, penalty = float(random.choice([0.8, 1.0])), float(random.choice([1.0, 1.1]))
             sampling = SamplingParams(
-                ignore_eos=True, temperature=0.8, top_p=top_p, repetition_penalty=penalty, seed=int(random.integers(2**62))
+                ignore_eos=True,
+                temperature=0.8,
+                top_p=top_p,
+                repetition_penalty=penalty,
+                seed=int(random.integers(2**62)),
             )
         name = f"{'sampled' if i % 2 else 'greedy'}-{i}"
-        requests.append(ClientRequest(request_id=name, prompt_token_ids=prompt, max_tokens=max_tokens, sampling=sampling))
+        requests.append(
+            ClientRequest(request_id=name, prompt_token_ids=prompt, max_tokens=max_tokens, sampling=sampling)
+        )
     return requests
 
 
-def engine_config(setting: Setting, *, num_drafts: int = 0, depth: int = 1, graph_sizes: tuple[int, ...] = ()) -> EngineConfig:
+def engine_config(
+    setting: Setting, *, num_drafts: int = 0, depth: int = 1, graph_sizes: tuple[int, ...] = ()
+) -> EngineConfig:
     """A budget so small that prompts are cut into chunks, and decodes share steps with them."""
     return EngineConfig(
         max_num_batched_tokens=setting.size(64, 8),

@@ -1,4 +1,6 @@
-"""Every kernel against `engine/kernels/reference.py`, which computes in float64, or the CPU's sampling; fresh random inputs."""
+"""Every kernel against `engine/kernels/reference.py`, which computes in float64, or the CPU's sampling; fresh random
+inputs.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -46,11 +48,16 @@ def _errors(setting: Setting, title: str, cases: list[Case]) -> Iterator[Item]:
     rows: list[tuple[Cell, ...]] = []
     for case in cases:
         for dtype in setting.dtypes if case.every_dtype else setting.dtypes[:1]:
-            error, name = max(relative_error(ours, expected) for ours, expected in case.run(dtype)), str(dtype).removeprefix("torch.")
+            error, name = (
+                max(relative_error(ours, expected) for ours, expected in case.run(dtype)),
+                str(dtype).removeprefix("torch."),
+            )
             rows.append((case.kernel, case.shape, name, error if math.isfinite(error) else None, LIMIT[dtype]))
             if not error < LIMIT[dtype]:
                 yield Problem(f"{case.kernel}, {case.shape}, {name}: error {error:.2e}")
-    yield Table(f"{title}: errors", (Column("kernel"), Column("case"), Column("dtype"), Column("error"), Column("limit")), rows)
+    yield Table(
+        f"{title}: errors", (Column("kernel"), Column("case"), Column("dtype"), Column("error"), Column("limit")), rows
+    )
 
 
 def relative_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
@@ -69,7 +76,11 @@ def _row_cases(setting: Setting) -> list[Case]:
         return torch.empty(shape, dtype=dtype, device=setting.device).normal_()
 
     def norm(dtype: torch.dtype, *, add: bool) -> list[Pair]:
-        x, delta, weight = randn(num_rows, hidden, dtype=stream), randn(num_rows, hidden, dtype=dtype), randn(hidden, dtype=dtype)
+        x, delta, weight = (
+            randn(num_rows, hidden, dtype=stream),
+            randn(num_rows, hidden, dtype=dtype),
+            randn(hidden, dtype=dtype),
+        )
         (h, expected_h), (out, expected) = (x, x.clone()), _poisoned_pair(delta)
         if add:
             rms_norm.add_rms_norm(h, delta, weight, 1e-5, out)
@@ -117,26 +128,39 @@ def _rope(setting: Setting, heads: Heads, num_tokens: int, dtype: torch.dtype, *
 
 
 def _attention_cases(setting: Setting) -> list[Case]:
-    """Prompt chunks and decodes in one launch, decodes alone, split keys; grouped heads; contexts at the edges of blocks and tiles."""
+    """Prompt chunks and decodes in one launch, decodes alone, split keys; grouped heads; contexts at the edges of
+    blocks and tiles.
+    """
     group = {
         4: setting.size(LLAMA_8B, Heads(num_heads=4, num_kv_heads=1, head_dim=128)),
-        3: setting.size(Heads(num_heads=9, num_kv_heads=3, head_dim=64, block_size=32), Heads(num_heads=3, num_kv_heads=1, head_dim=64)),
-        8: setting.size(Heads(num_heads=64, num_kv_heads=8, head_dim=128), Heads(num_heads=8, num_kv_heads=1, head_dim=64)),
+        3: setting.size(
+            Heads(num_heads=9, num_kv_heads=3, head_dim=64, block_size=32),
+            Heads(num_heads=3, num_kv_heads=1, head_dim=64),
+        ),
+        8: setting.size(
+            Heads(num_heads=64, num_kv_heads=8, head_dim=128), Heads(num_heads=8, num_kv_heads=1, head_dim=64)
+        ),
         1: Heads(num_heads=2, num_kv_heads=2, head_dim=64),
     }
     mixed = setting.size(([130, 1, 1, 33, 5, 0, 1], [130, 300, 1, 1025, 64, 50, 65]), ([18, 1, 0], [18, 33, 5]))
     decodes = setting.size([1, 15, 16, 17, 63, 64, 65, 257, 1000, 4097], [1, 16, 65])
 
-    def attention(heads: Heads, queries: list[int], contexts: list[int], num_splits: int = 1) -> Callable[[torch.dtype], list[Pair]]:
+    def attention(
+        heads: Heads, queries: list[int], contexts: list[int], num_splits: int = 1
+    ) -> Callable[[torch.dtype], list[Pair]]:
         return lambda dtype: _attention(make_paged(setting, heads, queries, contexts, dtype, num_layers=2), num_splits)
 
     ones = [1] * len(decodes)
     cases = []
     for size, heads in group.items():
         name = f"{size} heads a group, head_dim {heads.head_dim}"
-        cases.append(Case("paged_attention", f"decodes, {name}", attention(heads, ones, decodes), every_dtype=size == 4))
+        cases.append(
+            Case("paged_attention", f"decodes, {name}", attention(heads, ones, decodes), every_dtype=size == 4)
+        )
         if size in (3, 4):
-            cases.append(Case("paged_attention", f"chunks and decodes, {name}", attention(heads, *mixed), every_dtype=size == 4))
+            cases.append(
+                Case("paged_attention", f"chunks and decodes, {name}", attention(heads, *mixed), every_dtype=size == 4)
+            )
     cases.append(Case("paged_attention", "decodes, 5 splits", attention(group[4], ones, decodes, num_splits=5)))
     return cases
 
@@ -196,7 +220,11 @@ def _sampling(setting: Setting) -> Iterator[Item]:
     token_ids = random.integers(0, vocab_size // 4, (num_rows, num_known)).astype(np.int32)
     table = SamplingMetadata(num_rows)
     for row in range(num_rows):
-        fields: dict[str, Any] = {"temperature": 1.0, **options[row % len(options)], "seed": int(random.integers(2**63))}
+        fields: dict[str, Any] = {
+            "temperature": 1.0,
+            **options[row % len(options)],
+            "seed": int(random.integers(2**63)),
+        }
         table.put(row, SamplingParams(**fields), base=row - num_known // 2, eos_token_ids=())
     contexts = on_cpu.Contexts(
         np.arange(num_rows, dtype=np.int32), np.full(num_rows, num_known, np.int32), token_ids, token_ids[:, -1].copy()
@@ -206,11 +234,15 @@ def _sampling(setting: Setting) -> Iterator[Item]:
     num_unlike = int((chosen != expected).sum())
     columns = Column("rows"), Column("vocabulary"), Column("other token")
     yield Table("penalise and sample against the CPU", columns, [(num_rows, vocab_size, num_unlike)])
-    if num_unlike > num_rows // 50:  # the device's exp differs in the last bit: a draw may fall on the other side of an edge, hardly ever
+    if (
+        num_unlike > num_rows // 50
+    ):  # the device's exp differs in the last bit: a draw may fall on the other side of an edge, hardly ever
         yield Problem(f"sample: {num_unlike} of {num_rows} rows chose another token than the CPU")
 
 
-def _choose_on_device(setting: Setting, logits: torch.Tensor, table: SamplingMetadata, contexts: on_cpu.Contexts) -> Int32:
+def _choose_on_device(
+    setting: Setting, logits: torch.Tensor, table: SamplingMetadata, contexts: on_cpu.Contexts
+) -> Int32:
     def put(array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(setting.device)
 

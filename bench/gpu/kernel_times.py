@@ -1,4 +1,6 @@
-"""Each kernel at 8B's shapes: its time against its floor, attention against torch's own on contiguous keys and values."""
+"""Each kernel at 8B's shapes: its time against its floor, attention against torch's own on contiguous keys and
+values.
+"""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -44,13 +46,15 @@ def run(setting: Setting) -> Iterator[Item]:
     for title, works in (("attention", _attention_works(setting, watch)), ("others", _other_works(setting))):
         yield Table(f"{title}, 8B, {setting.model_dtype}", columns, [_row(work, watch, floors) for work in works])
     yield Note(
-        f"floor: the larger of bytes over {floors.copy_bytes_s / 1e9:.4g} GB/s and FLOPs over {floors.matmul_flops / 1e12:.4g} TFLOP/s"
+        f"floor: the larger of bytes over {floors.copy_bytes_s / 1e9:.4g} GB/s and FLOPs over "
+        f"{floors.matmul_flops / 1e12:.4g} TFLOP/s"
         if not setting.rehearsal
         else "floor: the larger of bytes over the measured copy and FLOPs over the measured matmul"
     )
     yield Note("median of 20 between CUDA events, 512 MB overwritten before each: nothing is found in the L2 cache")
     yield Note(
-        "SDPA: contiguous keys and values, no cache to look up; decodes with the group's heads as queries, the faster of two ways else"
+        "SDPA: contiguous keys and values, no cache to look up; decodes with the group's heads as queries, the faster "
+        "of two ways else"
     )
 
 
@@ -64,7 +68,9 @@ def _attention_works(setting: Setting, watch: Stopwatch) -> Iterator[Work]:
     """One case at a time holds its cache."""
     heads = setting.size(LLAMA_8B, Heads(num_heads=4, num_kv_heads=1, head_dim=64))
     multiprocessors = setting.size(0, 8) or torch.cuda.get_device_properties(0).multi_processor_count
-    for batch, context in setting.size(((1, 1024), (8, 1024), (32, 1024), (128, 1024), (64, 4096), (1, 8192), (1, 32768)), ((2, 40),)):
+    for batch, context in setting.size(
+        ((1, 1024), (8, 1024), (32, 1024), (128, 1024), (64, 4096), (1, 8192), (1, 32768)), ((2, 40),)
+    ):
         paged = make_paged(setting, heads, [1] * batch, [context] * batch, setting.model_dtype)
         most = paged_attention.num_splits(batch, heads.num_kv_heads, context, multiprocessors)
         for splits in dict.fromkeys((1, most)):
@@ -131,7 +137,12 @@ class Random:
 
 
 def _norm_work(rows: int, hidden: int, randn: Random) -> Work:
-    stream, delta, out, weight = randn(rows, hidden, dtype=torch.float32), randn(rows, hidden), randn(rows, hidden), randn(hidden)
+    stream, delta, out, weight = (
+        randn(rows, hidden, dtype=torch.float32),
+        randn(rows, hidden),
+        randn(rows, hidden),
+        randn(hidden),
+    )
     num_bytes = 2 * stream.nbytes + delta.nbytes + out.nbytes + weight.nbytes
     call = partial(rms_norm.add_rms_norm, stream, delta, weight, 1e-5, out)
     return Work("add_rms_norm", f"{rows} rows, float32 stream", call, num_bytes)
@@ -139,7 +150,9 @@ def _norm_work(rows: int, hidden: int, randn: Random) -> Work:
 
 def _silu_work(rows: int, inner: int, randn: Random) -> Work:
     gate_up, out = randn(rows, 2 * inner), randn(rows, inner)
-    return Work("silu_and_mul", f"{rows} rows", partial(silu_and_mul.silu_and_mul, gate_up, out), gate_up.nbytes + out.nbytes)
+    return Work(
+        "silu_and_mul", f"{rows} rows", partial(silu_and_mul.silu_and_mul, gate_up, out), gate_up.nbytes + out.nbytes
+    )
 
 
 def _rope_work(heads: Heads, rows: int, randn: Random) -> Work:
@@ -149,7 +162,9 @@ def _rope_work(heads: Heads, rows: int, randn: Random) -> Work:
     slots = torch.randperm(len(cache) * heads.block_size)[:rows].to(qkv.device)
     cos, sin = (randn(len(cache) * heads.block_size, heads.head_dim // 2, dtype=torch.float32) for _ in range(2))
     call = partial(rope_and_cache.rope_and_cache, qkv, cos, sin, slots, slots, cache, 0, q_out)
-    return Work("rope_and_cache", f"{rows} tokens", call, 2 * qkv.nbytes + rows * (2 * cos[0].nbytes + 2 * slots.element_size()))
+    return Work(
+        "rope_and_cache", f"{rows} tokens", call, 2 * qkv.nbytes + rows * (2 * cos[0].nbytes + 2 * slots.element_size())
+    )
 
 
 def _sample_work(logits: torch.Tensor, out: torch.Tensor) -> Work:
@@ -168,4 +183,6 @@ def _copy_work(num_blocks: int, width: int, randn: Random) -> Work:
     source, target = randn(num_blocks, width), randn(num_blocks, width)
     src_ids, dst_ids = (torch.randperm(num_blocks).to(source.device) for _ in range(2))
     shape = f"{num_blocks} blocks of {width * source.element_size() >> 10} KiB"
-    return Work("pull_blocks", shape, partial(block_copy.pull_blocks, source, src_ids, target, dst_ids), 2 * source.nbytes)
+    return Work(
+        "pull_blocks", shape, partial(block_copy.pull_blocks, source, src_ids, target, dst_ids), 2 * source.nbytes
+    )

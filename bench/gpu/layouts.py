@@ -1,6 +1,8 @@
-"""Attention over a cache of 32 GB: block-major, as it is kept, against layer-major. One kernel, the same tables; only strides differ.
+"""Attention over a cache of 32 GB: block-major, as it is kept, against layer-major. One kernel, the same tables; only
+strides differ.
 
-Block-major puts one layer's piece of a block 2 MiB (8B) from that of the next block; layer-major puts all blocks of a layer side by side.
+Block-major puts one layer's piece of a block 2 MiB (8B) from that of the next block; layer-major puts all blocks of a
+layer side by side.
 """
 
 from collections.abc import Iterator

@@ -52,8 +52,12 @@ def large_config(setting: Setting) -> ModelConfig:
     )
 
 
-def random_model(config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int, *, drawn_on: torch.device) -> LlamaModel:
-    """Weights of a size that keeps activations near one, so that attention matters. Another kind of `drawn_on` draws other weights."""
+def random_model(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int, *, drawn_on: torch.device
+) -> LlamaModel:
+    """Weights of a size that keeps activations near one, so that attention matters. Another kind of `drawn_on` draws
+    other weights.
+    """
     generator = torch.Generator(drawn_on).manual_seed(seed)
     shapes = expected_shapes(config)
 
@@ -72,7 +76,9 @@ def small_model(setting: Setting, device: torch.device) -> LlamaModel:
 
 
 def large_model(setting: Setting) -> LlamaModel:
-    return random_model(large_config(setting), setting.model_dtype, setting.device, setting.seed, drawn_on=setting.device)
+    return random_model(
+        large_config(setting), setting.model_dtype, setting.device, setting.seed, drawn_on=setting.device
+    )
 
 
 def make_cache(model: LlamaModel, num_blocks: int) -> torch.Tensor:
@@ -84,7 +90,9 @@ def make_cache(model: LlamaModel, num_blocks: int) -> torch.Tensor:
 
 
 def cpu_runner(model: LlamaModel, num_blocks: int) -> TorchCPURunner:
-    return TorchCPURunner(model, make_cache(model, num_blocks), block_size=BLOCK_SIZE, num_threads=torch.get_num_threads())
+    return TorchCPURunner(
+        model, make_cache(model, num_blocks), block_size=BLOCK_SIZE, num_threads=torch.get_num_threads()
+    )
 
 
 def gpu_runner(model: LlamaModel, cache: torch.Tensor, graph_sizes: tuple[int, ...] = ()) -> CUDARunner:

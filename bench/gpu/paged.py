@@ -21,7 +21,9 @@ LLAMA_8B = Heads(num_heads=32, num_kv_heads=8, head_dim=128)
 
 @dataclass(slots=True, kw_only=True)
 class Paged:
-    """Sequence b brings queries[b] tokens and has contexts[b] in the cache. Its blocks are scattered; block 0 belongs to nobody."""
+    """Sequence b brings queries[b] tokens and has contexts[b] in the cache. Its blocks are scattered; block 0 belongs
+    to nobody.
+    """
 
     heads: Heads
     queries: list[int]
@@ -38,7 +40,8 @@ class Paged:
     def run(self, layer: int = 0, num_splits: int = 1, workspace: torch.Tensor | None = None) -> None:
         paged_attention(
             self.q, self.cache, layer, self.block_tables, self.starts, self.lengths, self.out,
-            scale=self.heads.head_dim**-0.5, max_num_queries=max(self.queries), num_splits=num_splits, workspace=workspace,
+            scale=self.heads.head_dim**-0.5, max_num_queries=max(self.queries), num_splits=num_splits,
+            workspace=workspace,
         )  # fmt: skip
 
     def workspace(self, num_splits: int) -> torch.Tensor | None:

@@ -37,7 +37,9 @@ def run(setting: Setting) -> Iterator[Item]:
             yield Problem(f"{what}: the decode engine reports transport {status.transport!r}")
     columns = Column("how"), Column("answers"), Column("prompt tokens transferred"), Column("transferred", "bytes")
     yield Table("a small random model in float32, real services and loops, two processes on one GPU", columns, rows)
-    cpu = cpu_runner(small_model(setting, torch.device("cpu")), NUM_BLOCKS)  # after the forks: torch's threads would not survive them
+    cpu = cpu_runner(
+        small_model(setting, torch.device("cpu")), NUM_BLOCKS
+    )  # after the forks: torch's threads would not survive them
     expected = generate(cpu, engine_config(setting), requests)
     for what, got in answers.items():
         yield from compare(what, requests, expected, got, cpu)
@@ -51,5 +53,7 @@ def _answer(setting: Setting, what: str, requests: list[ClientRequest]) -> tuple
     roles, kind = (["decode"], KINDS[0]) if what == ALONE else (["prefill", "decode"], cast(Kind, what))
     with Deployment(setting, kind, roles, f"{SHARED_MEMORY}{secrets.token_hex(4)}") as deployment:
         answers = deployment.answer(requests)
-        generated_here = sum(len(answer) - len(roles) + 1 for answer in answers.values())  # each first token is the prefill engine's
+        generated_here = sum(
+            len(answer) - len(roles) + 1 for answer in answers.values()
+        )  # each first token is the prefill engine's
         return answers, deployment.settled("decode-0", "generated_tokens", generated_here)

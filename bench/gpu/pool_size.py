@@ -1,4 +1,6 @@
-"""How many KV blocks the profile run finds room for beside an 8B-shaped model, and whether the largest step then really fits."""
+"""How many KV blocks the profile run finds room for beside an 8B-shaped model, and whether the largest step then really
+fits.
+"""
 
 from collections.abc import Iterator
 
@@ -37,7 +39,12 @@ def run(setting: Setting) -> Iterator[Item]:
         Column("largest step", "ms", measured=True),
     )
     row = config.max_num_batched_tokens, config.max_num_seqs, config.gpu_memory_utilization
-    yield Table("gpu_memory_utilization", columns, [(*row, num_blocks, num_bytes / 1e9, free_bytes / 1e9, output.seconds * 1000)])
+    yield Table(
+        "gpu_memory_utilization",
+        columns,
+        [(*row, num_blocks, num_bytes / 1e9, free_bytes / 1e9, output.seconds * 1000)],
+    )
     yield Note(
-        "the cache was allocated, graphs captured and the largest step computed in what the profile run left: nothing ran out of memory"
+        "the cache was allocated, graphs captured and the largest step computed in what the profile run left: nothing "
+        "ran out of memory"
     )

@@ -1,6 +1,7 @@
 """What a section finds, as text and as JSON. A figure is a cell of a table; its unit stands in the head of its column.
 
-A column whose figures depend on the machine's speed is `measured`: a rehearsal computes them too, but reports none of them.
+A column whose figures depend on the machine's speed is `measured`: a rehearsal computes them too, but reports none of
+them.
 """
 
 from dataclasses import dataclass, field
@@ -107,14 +108,20 @@ class Section:
 
 
 def render(table: Table, missing: str = "-") -> list[str]:
-    """Title, head with units, rows; text to the left, figures to the right. `missing` stands for figures that are not there."""
+    """Title, head with units, rows; text to the left, figures to the right. `missing` stands for figures that are not
+    there.
+    """
     heads = [f"{column.name} [{column.unit}]" if column.unit else column.name for column in table.columns]
     cells = [[_cell(value, missing) for value in row] for row in table.rows]
     widths = [max(len(line[i]) for line in [heads, *cells]) for i in range(len(heads))]
     is_text = [all(isinstance(row[i], str) for row in table.rows) for i in range(len(heads))]
     lines = [heads, *cells]
     aligned = [
-        "   " + "  ".join(cell.ljust(width) if left else cell.rjust(width) for cell, width, left in zip(line, widths, is_text, strict=True))
+        "   "
+        + "  ".join(
+            cell.ljust(width) if left else cell.rjust(width)
+            for cell, width, left in zip(line, widths, is_text, strict=True)
+        )
         for line in lines
     ]
     return [f"   {table.title}", *(line.rstrip() for line in aligned)]
@@ -127,5 +134,7 @@ def _cell(value: Cell, missing: str) -> str:
 
 
 def _without_figures(table: Table) -> Table:
-    rows = [tuple(None if c.measured else value for value, c in zip(row, table.columns, strict=True)) for row in table.rows]
+    rows = [
+        tuple(None if c.measured else value for value, c in zip(row, table.columns, strict=True)) for row in table.rows
+    ]
     return Table(table.title, table.columns, rows)

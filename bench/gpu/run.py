@@ -1,9 +1,12 @@
-"""Runs the sections one after the other, each in a process of its own, and reports: `deploy/gpu_check.py` is the way in.
+"""Runs the sections one after the other, each in a process of its own, and reports: `deploy/gpu_check.py` is the way
+in.
 
-1. This process imports torch and never touches the device: every section is a fork of it, with a CUDA context to itself.
+1. This process imports torch and never touches the device: every section is a fork of it, with a CUDA context to
+   itself.
 2. A section hands over what it finds as it finds it. If it crashes, or outlives its time box, what came before is kept.
 3. Its process group is killed when it has ended: no engine that it started stays behind.
-4. Sections stand in the order of their weight. One that the total leaves no time for is not run, and the report says so.
+4. Sections stand in the order of their weight. One that the total leaves no time for is not run, and the report says
+   so.
 """
 
 import argparse
@@ -62,13 +65,23 @@ SECTIONS = (
 
 def main() -> int:
     """Exit status: 0 where no section failed, 1 where one did, 2 where there is no GPU."""
-    parser = argparse.ArgumentParser(description="Correctness and speed of kernels, runner and transports on one NVIDIA GPU.")
-    parser.add_argument("--rehearse", action="store_true", help="no GPU: interpreted kernels, smallest shapes, no figures")
+    parser = argparse.ArgumentParser(
+        description="Correctness and speed of kernels, runner and transports on one NVIDIA GPU."
+    )
+    parser.add_argument(
+        "--rehearse", action="store_true", help="no GPU: interpreted kernels, smallest shapes, no figures"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
-    parser.add_argument("--model", type=Path, metavar="DIR", help="SmolLM2-135M-Instruct, to compare with its golden tokens")
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="SmolLM2-135M-Instruct, to compare with its golden tokens"
+    )
     parser.add_argument("--seed", type=int, help="of all random inputs; drawn if it is not given")
-    parser.add_argument("--seconds", type=float, default=TOTAL_S, help="after which no further section begins (default %(default)g)")
-    parser.add_argument("--only", nargs="+", metavar="NAME", choices=[plan.name for plan in SECTIONS], help="these sections")
+    parser.add_argument(
+        "--seconds", type=float, default=TOTAL_S, help="after which no further section begins (default %(default)g)"
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", choices=[plan.name for plan in SECTIONS], help="these sections"
+    )
     arguments = parser.parse_args()
     if not arguments.rehearse:
         try:
@@ -91,7 +104,12 @@ def main() -> int:
         sections.append(section)
         if arguments.json is not None:
             arguments.json.write_text(json.dumps(_report(head, sections), indent=1) + "\n")
-    print("\n" + "\n".join(f"{section.status:8} {section.name}{': ' + section.why if section.why else ''}" for section in sections))
+    print(
+        "\n"
+        + "\n".join(
+            f"{section.status:8} {section.name}{': ' + section.why if section.why else ''}" for section in sections
+        )
+    )
     return int(any(section.status == "failed" for section in sections))
 
 
@@ -100,7 +118,12 @@ def run_all(plans: list[Plan], setting: Setting, total_s: float) -> Iterator[Sec
     for plan in plans:
         left = until - time.monotonic()
         if left < MIN_SECTION_S:
-            yield Section(plan.name, rehearsal=setting.rehearsal, status="not run", why=f"the {total_s:g} s of the whole run are used up")
+            yield Section(
+                plan.name,
+                rehearsal=setting.rehearsal,
+                status="not run",
+                why=f"the {total_s:g} s of the whole run are used up",
+            )
         else:
             yield run_section(plan, setting, min(plan.limit_s, left))
 
@@ -111,7 +134,9 @@ def run_section(plan: Plan, setting: Setting, limit_s: float) -> Section:
     receiver, sender = fork.Pipe(duplex=False)
     process = fork.Process(target=_work, args=(plan, setting, sender))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: numpy's wait for work, and survive a fork
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # of forks beside threads: numpy's wait for work, and survive a fork
         process.start()
     sender.close()
     try:

@@ -1,4 +1,6 @@
-"""How much of a step the scheduler takes: the real one, an 8B-shaped model of random weights, every sequence a decode."""
+"""How much of a step the scheduler takes: the real one, an 8B-shaped model of random weights, every sequence a
+decode.
+"""
 
 import time
 from collections import deque
@@ -52,7 +54,10 @@ def run(setting: Setting) -> Iterator[Item]:
                 cuda_graph_sizes=sizes,
             )
             seconds = drive(runner, config, prompt, num_steps, setting.seed)
-            parts = [median(part) * 1e6 for part in (seconds.schedule, seconds.commit, seconds.launch, seconds.wait, seconds.whole)]
+            parts = [
+                median(part) * 1e6
+                for part in (seconds.schedule, seconds.commit, seconds.launch, seconds.wait, seconds.whole)
+            ]
             rows.append((size, depth, *parts, 100 * (parts[0] + parts[1]) / parts[-1], size / median(seconds.whole)))
     names = ("schedule", "commit", "launch", "wait", "whole step")
     columns = (
@@ -63,7 +68,9 @@ def run(setting: Setting) -> Iterator[Item]:
         Column("speed", "tokens/s", measured=True),
     )
     yield Table("medians of steps, each with one token for every sequence, graphs", columns, rows)
-    yield Note("with two steps in flight the scheduler works while the device does: its share of the step is then no loss")
+    yield Note(
+        "with two steps in flight the scheduler works while the device does: its share of the step is then no loss"
+    )
 
 
 def drive(runner: CUDARunner, config: EngineConfig, prompt: int, num_steps: int, seed: int) -> Seconds:
@@ -74,7 +81,16 @@ def drive(runner: CUDARunner, config: EngineConfig, prompt: int, num_steps: int,
         token_ids = random.integers(0, 90, prompt, dtype=np.int32)
         sampling = SamplingParams(ignore_eos=True)
         key = RequestKey(1, f"request-{slot}", 1)
-        scheduler.add(Request(key=key, slot=slot, prompt_token_ids=token_ids, max_tokens=2 * num_steps, sampling=sampling, arrival=slot))
+        scheduler.add(
+            Request(
+                key=key,
+                slot=slot,
+                prompt_token_ids=token_ids,
+                max_tokens=2 * num_steps,
+                sampling=sampling,
+                arrival=slot,
+            )
+        )
     seconds, in_flight = Seconds(), deque[Launched]()
     while len(seconds.whole) < num_steps:
         started = time.perf_counter()

@@ -1,4 +1,6 @@
-"""Where and how the sections run: on a GPU at full size, or rehearsed on CPU tensors with interpreted kernels at the smallest."""
+"""Where and how the sections run: on a GPU at full size, or rehearsed on CPU tensors with interpreted kernels at the
+smallest.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path

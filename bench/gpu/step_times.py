@@ -1,4 +1,6 @@
-"""Steps of an 8B-shaped model of random weights: decodes at several batch sizes, with and without graphs, and whole prompts."""
+"""Steps of an 8B-shaped model of random weights: decodes at several batch sizes, with and without graphs, and whole
+prompts.
+"""
 
 from collections.abc import Iterator
 
@@ -31,21 +33,36 @@ def run(setting: Setting) -> Iterator[Item]:
     for size in batches:
         batch = decode_batch(size, context, num_blocks)
         floor_s = floors.least_s(weight_bytes + size * kv_bytes, 2 * size * _weights(model.config))
-        rows.append((size, *_decode_ms(plain, batch, watch, num_steps), *_decode_ms(graphs, batch, watch, num_steps), floor_s * 1000))
+        rows.append(
+            (
+                size,
+                *_decode_ms(plain, batch, watch, num_steps),
+                *_decode_ms(graphs, batch, watch, num_steps),
+                floor_s * 1000,
+            )
+        )
         if not (plain.execute(batch).token_ids == graphs.execute(batch).token_ids).all():
-            yield Note(f"{size} decodes: not all of the tokens with a graph are those without: close calls between random logits, or worse")
+            yield Note(
+                f"{size} decodes: not all of the tokens with a graph are those without: close calls between random "
+                "logits, or worse"
+            )
     yield Table(f"{_title(setting, model.config)}, decodes at a context of {context}", columns, rows)
     yield Table(
         f"{_title(setting, model.config)}, whole prompts",
         PROMPT_COLUMNS,
         [_prompt_row(plain, n, num_blocks, floors, watch) for n in prompts],
     )
-    yield Note(f"step: from the batch to its tokens on the host, median of {num_steps}; device: between its events, the same steps")
     yield Note(
-        f"launched ahead: a step is launched before the one before it is waited for; the time of {num_steps} such steps by {num_steps}"
+        f"step: from the batch to its tokens on the host, median of {num_steps}; device: between its events, the same "
+        "steps"
     )
     yield Note(
-        "floor: weights and the contexts' KV once over the measured copy; prompts: FLOPs of linears and attention over the measured matmul"
+        f"launched ahead: a step is launched before the one before it is waited for; the time of {num_steps} such "
+        f"steps by {num_steps}"
+    )
+    yield Note(
+        "floor: weights and the contexts' KV once over the measured copy; prompts: FLOPs of linears and attention "
+        "over the measured matmul"
     )
 
 

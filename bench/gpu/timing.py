@@ -1,7 +1,8 @@
-"""Times, and the floors that they are held against: what this card copies and multiplies at best, measured with the same clock.
+"""Times, and the floors that they are held against: what this card copies and multiplies at best, measured with the
+same clock.
 
-On a GPU a time is the median between two CUDA events. Before each call 512 MB are overwritten, so that no input is found in the L2 cache
-and the host is ahead of the device when the call begins. A rehearsal calls once.
+On a GPU a time is the median between two CUDA events. Before each call 512 MB are overwritten, so that no input is
+found in the L2 cache and the host is ahead of the device when the call begins. A rehearsal calls once.
 """
 
 import time
@@ -22,8 +23,12 @@ class Stopwatch:
         self._rehearsal = setting.rehearsal
         self._flush = torch.empty(setting.size(FLUSH_BYTES, 1), dtype=torch.uint8, device=setting.device)
 
-    def device_s(self, call: Callable[[], object], num: int = 20, prepare: Callable[[], object] = lambda: None) -> float:
-        """Seconds that the device takes for what `call` launches: median of `num`. `prepare` runs untimed before each."""
+    def device_s(
+        self, call: Callable[[], object], num: int = 20, prepare: Callable[[], object] = lambda: None
+    ) -> float:
+        """Seconds that the device takes for what `call` launches: median of `num`. `prepare` runs untimed before
+        each.
+        """
         prepare()
         if self._rehearsal:
             return _wall_s(call)

@@ -1,4 +1,6 @@
-"""Whole answers: the runner with our kernels against torch on the CPU, in every way of running steps; a real model's known answers."""
+"""Whole answers: the runner with our kernels against torch on the CPU, in every way of running steps; a real model's
+known answers.
+"""
 
 import json
 from collections.abc import Iterator
@@ -40,7 +42,14 @@ def run(setting: Setting) -> Iterator[Item]:
     rows: list[tuple[Cell, ...]] = []
     for name, (runner, config) in ways.items():
         answers = generate(runner, config, requests)
-        rows.append((name, len(requests), sum(answers[one] == expected[one] for one in answers), sum(map(len, answers.values()))))
+        rows.append(
+            (
+                name,
+                len(requests),
+                sum(answers[one] == expected[one] for one in answers),
+                sum(map(len, answers.values())),
+            )
+        )
         yield from compare(name, requests, expected, answers, cpu)
     columns = Column("steps"), Column("answers"), Column("same as the CPU's"), Column("tokens")
     yield Table("a small random model in float32, half of the answers sampled", columns, rows)
@@ -55,7 +64,11 @@ def _golden(setting: Setting) -> Iterator[Item]:
     cases = setting.size(cases, sorted(cases, key=lambda case: len(case["prompt_ids"]))[:1])
     num_tokens = setting.size(len(cases[0]["greedy_ids"]), 2)
     answers = _answers(setting, "float32", [_asked(case["name"], case["prompt_ids"], num_tokens) for case in cases])
-    forced = [_asked(f"{case['name']}-{i}", case["prompt_ids"] + case["greedy_ids"][:i], 1) for case in cases for i in range(num_tokens)]
+    forced = [
+        _asked(f"{case['name']}-{i}", case["prompt_ids"] + case["greedy_ids"][:i], 1)
+        for case in cases
+        for i in range(num_tokens)
+    ]
     chosen = _answers(setting, setting.size("bfloat16", "float32"), forced)
     prompts, golden = [case["prompt_ids"] for case in cases], [case["greedy_ids"][:num_tokens] for case in cases]
     rounding = expected_errors(load_model(setting.model_dir, "float32"), prompts, golden)
@@ -74,7 +87,12 @@ def _golden(setting: Setting) -> Iterator[Item]:
             if lead >= excused[index][i]:
                 text = f"{name}: token {i} is another in bfloat16, where the golden one leads by {lead:.2g}"
                 yield Problem(f"{text}; rounding explains up to {excused[index][i]:.2g}")
-    columns = Column("prompt"), Column("tokens"), Column("golden in float32"), Column("others in bfloat16, teacher-forced")
+    columns = (
+        Column("prompt"),
+        Column("tokens"),
+        Column("golden in float32"),
+        Column("others in bfloat16, teacher-forced"),
+    )
     yield Table("SmolLM2-135M-Instruct", columns, rows)
 
 
@@ -86,4 +104,6 @@ def _answers(setting: Setting, dtype: Dtype, requests: list[ClientRequest]) -> A
 
 def _asked(name: str, prompt: list[int], num_tokens: int) -> ClientRequest:
     token_ids = np.array(prompt, np.int32)
-    return ClientRequest(request_id=name, prompt_token_ids=token_ids, max_tokens=num_tokens, sampling=SamplingParams(ignore_eos=True))
+    return ClientRequest(
+        request_id=name, prompt_token_ids=token_ids, max_tokens=num_tokens, sampling=SamplingParams(ignore_eos=True)
+    )

@@ -26,12 +26,16 @@ MAX_BLOCKS = 16384
 class Importer:
     """The pulling side of one export."""
 
-    def __init__(self, setting: Setting, kind: Kind, device: Device, endpoint: bytes, num_blocks: int, block_bytes: int) -> None:
+    def __init__(
+        self, setting: Setting, kind: Kind, device: Device, endpoint: bytes, num_blocks: int, block_bytes: int
+    ) -> None:
         self._ended: queue.SimpleQueue[float] = queue.SimpleQueue()
         self._resources = ExitStack()
         self._pool = DevicePool(device, bytes(NONCE_BYTES), num_blocks=num_blocks, block_bytes=block_bytes)
         self._resources.callback(self._pool.close)
-        self._transport = importing(kind, setting, device, self._pool.blocks, lambda: self._ended.put(time.perf_counter()))
+        self._transport = importing(
+            kind, setting, device, self._pool.blocks, lambda: self._ended.put(time.perf_counter())
+        )
         self._resources.callback(self._transport.close)
         self.peer: Peer = self._transport.connect(endpoint)
 
@@ -48,7 +52,9 @@ class Importer:
         """Whether the blocks `dst` here have the content of the blocks `src` there."""
         cache = as_tensor(self._pool.blocks.tensor).view(torch.int64)
         expected = content(self._pool.blocks.num_blocks, self._pool.blocks.block_bytes, cache.device)
-        return torch.equal(cache[torch.tensor(dst, device=cache.device)], expected[torch.tensor(src, device=cache.device)])
+        return torch.equal(
+            cache[torch.tensor(dst, device=cache.device)], expected[torch.tensor(src, device=cache.device)]
+        )
 
     def close(self) -> None:
         self._resources.close()
@@ -64,13 +70,21 @@ def run(setting: Setting) -> Iterator[Item]:
         for kind in KINDS:
             for block_bytes in sizes:
                 num_blocks = min(cache_bytes // block_bytes, MAX_BLOCKS)
-                importer = Importer(setting, kind, device, exporter.export(kind, num_blocks, block_bytes), num_blocks, block_bytes)
-                src, dst, in_order = torch.randperm(num_blocks).tolist(), torch.randperm(num_blocks).tolist(), list(range(num_blocks))
+                importer = Importer(
+                    setting, kind, device, exporter.export(kind, num_blocks, block_bytes), num_blocks, block_bytes
+                )
+                src, dst, in_order = (
+                    torch.randperm(num_blocks).tolist(),
+                    torch.randperm(num_blocks).tolist(),
+                    list(range(num_blocks)),
+                )
                 neighbours_s = median(importer.pull_s(in_order, in_order) for _ in range(NUM_REPEATS))
                 scattered_s = median(importer.pull_s(src, dst) for _ in range(NUM_REPEATS))
                 equal, gigabytes = importer.holds(src, dst), num_blocks * block_bytes / 1e9
                 importer.close()
-                rows.append((kind, block_bytes >> 10, num_blocks, gigabytes / scattered_s, gigabytes / neighbours_s, str(equal)))
+                rows.append(
+                    (kind, block_bytes >> 10, num_blocks, gigabytes / scattered_s, gigabytes / neighbours_s, str(equal))
+                )
                 if not equal:
                     yield Problem(f"{kind}, blocks of {block_bytes} bytes: not the bytes of the peer")
         yield from _auto(setting, exporter, device, cache_bytes // sizes[-1], sizes[-1])
@@ -83,8 +97,14 @@ def run(setting: Setting) -> Iterator[Item]:
         Column("bytes equal"),
     )
     yield Table(f"pulls of {cache_bytes >> 10} KiB, of {MAX_BLOCKS} blocks at most", columns, rows)
-    yield Note(f"from the call until the pull is terminal, median of {NUM_REPEATS}; each byte counted once; both processes on one GPU")
-    yield Note("neighbours: one run of ascending ids; over cuda_ipc runs below 64 KiB are moved by a kernel, others by copy engines")
+    yield Note(
+        f"from the call until the pull is terminal, median of {NUM_REPEATS}; each byte counted once; both processes "
+        "on one GPU"
+    )
+    yield Note(
+        "neighbours: one run of ascending ids; over cuda_ipc runs below 64 KiB are moved by a kernel, others by copy "
+        "engines"
+    )
 
 
 def _auto(setting: Setting, exporter: Exporter, device: Device, num_blocks: int, block_bytes: int) -> Iterator[Item]:

@@ -1,4 +1,6 @@
-"""Whole KV blocks by their ids: out of a cache, into a cache, from a peer's cache into ours. For pieces too small for copy engines."""
+"""Whole KV blocks by their ids: out of a cache, into a cache, from a peer's cache into ours. For pieces too small for
+copy engines.
+"""
 
 import torch
 
@@ -9,7 +11,9 @@ CHUNK = 2048  # elements per program: 16 KB of int64, eight 16-byte loads in fli
 
 @triton.jit
 def copy_blocks_kernel(src, src_ids, dst, dst_ids, width, src_stride, dst_stride, CHUNK: tl.constexpr):
-    """One chunk of one block per program. Without ids the i-th block is row i. Ids are widened before they meet a stride."""
+    """One chunk of one block per program. Without ids the i-th block is row i. Ids are widened before they meet a
+    stride.
+    """
     index = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     src_row = index if src_ids is None else tl.load(src_ids + index).to(tl.int64)
@@ -20,7 +24,9 @@ def copy_blocks_kernel(src, src_ids, dst, dst_ids, width, src_stride, dst_stride
 
 
 def gather_blocks(cache_flat: torch.Tensor, block_ids: torch.Tensor, out: torch.Tensor) -> None:
-    """out[i] = cache_flat[block_ids[i]]. cache_flat [num_blocks, width], out [n, width], block_ids [n] int32 or int64."""
+    """out[i] = cache_flat[block_ids[i]]. cache_flat [num_blocks, width], out [n, width], block_ids [n] int32 or
+    int64.
+    """
     _launch(cache_flat, block_ids, out, None, len(block_ids))
 
 
@@ -30,11 +36,15 @@ def scatter_blocks(buffer: torch.Tensor, cache_flat: torch.Tensor, block_ids: to
 
 
 def pull_blocks(src_flat: torch.Tensor, src_ids: torch.Tensor, dst_flat: torch.Tensor, dst_ids: torch.Tensor) -> None:
-    """dst_flat[dst_ids[i]] = src_flat[src_ids[i]]; dst_ids without repeats. `src_flat` may lie in a peer's memory that is mapped here."""
+    """dst_flat[dst_ids[i]] = src_flat[src_ids[i]]; dst_ids without repeats. `src_flat` may lie in a peer's memory that
+    is mapped here.
+    """
     _launch(src_flat, src_ids, dst_flat, dst_ids, len(src_ids))
 
 
-def _launch(src: torch.Tensor, src_ids: torch.Tensor | None, dst: torch.Tensor, dst_ids: torch.Tensor | None, num_blocks: int) -> None:
+def _launch(
+    src: torch.Tensor, src_ids: torch.Tensor | None, dst: torch.Tensor, dst_ids: torch.Tensor | None, num_blocks: int
+) -> None:
     src, dst = _widen(src, dst)
     width = src.shape[1]
     grid = (num_blocks, triton.cdiv(width, CHUNK))

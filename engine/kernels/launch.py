@@ -1,4 +1,6 @@
-"""Where kernels get `triton` and `tl` from: the real ones, or a stand-in that lets kernels be decorated and explains itself when used."""
+"""Where kernels get `triton` and `tl` from: the real ones, or a stand-in that lets kernels be decorated and explains
+itself when used.
+"""
 
 from typing import Any
 
@@ -6,11 +8,16 @@ import torch
 
 from protocol.errors import ConfigError
 
-MISSING = "GPU kernels need Triton, which is not installed: pip install 'triton>=3.6' (the extra `gpu`), or choose `device: cpu`"
+MISSING = (
+    "GPU kernels need Triton, which is not installed: pip install 'triton>=3.6' (the extra `gpu`), or choose `device: "
+    "cpu`"
+)
 
 
 class MissingTriton:
-    """Takes the place of `triton` and `triton.language`. A decorated kernel becomes this object, so launching it raises ConfigError."""
+    """Takes the place of `triton` and `triton.language`. A decorated kernel becomes this object, so launching it raises
+    ConfigError.
+    """
 
     def jit(self, kernel: object = None, **options: object) -> "MissingTriton":
         return self
@@ -37,8 +44,8 @@ except ModuleNotFoundError:
     triton = tl = MissingTriton()
 
 HAS_TRITON = not isinstance(triton, MissingTriton)
-# Triton fixes at decoration whether a kernel is compiled or interpreted. Kernels read this flag where the interpreter is wrong: its
-# `tl.dot` on bf16 gives garbage without a word, so operands are widened to float32 first.
+# Triton fixes at decoration whether a kernel is compiled or interpreted. Kernels read this flag where the interpreter
+# is wrong: its `tl.dot` on bf16 gives garbage without a word, so operands are widened to float32 first.
 INTERPRETED = tl.constexpr(HAS_TRITON and bool(triton.knobs.runtime.interpret))
 
 
@@ -47,4 +54,7 @@ def require_device() -> None:
     if not HAS_TRITON:
         raise ConfigError(MISSING)
     if not INTERPRETED and not torch.cuda.is_available():
-        raise ConfigError("GPU kernels need a CUDA device and torch sees none: check the driver and torch's build, or choose `device: cpu`")
+        raise ConfigError(
+            "GPU kernels need a CUDA device and torch sees none: check the driver and torch's build, or choose "
+            "`device: cpu`"
+        )

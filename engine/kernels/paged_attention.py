@@ -1,11 +1,14 @@
-"""Attention of a step's queries over the paged cache: prompt chunks and decodes in one launch, grouped heads, causal, online softmax.
+"""Attention of a step's queries over the paged cache: prompt chunks and decodes in one launch, grouped heads, causal,
+online softmax.
 
-A program takes one KV head and a tile of one sequence's queries, all query heads of the group as rows, and walks over the keys, `BLOCK_KV`
-at a time, gathered from as many blocks as that takes. A sequence with one query gets a tile of 16 rows whatever the others bring: decodes
-of a mixed batch cost what they read and not the arithmetic of a prompt's tile. Scores are kept in base 2, all sums in float32.
+A program takes one KV head and a tile of one sequence's queries, all query heads of the group as rows, and walks over
+the keys, `BLOCK_KV` at a time, gathered from as many blocks as that takes. A sequence with one query gets a tile of 16
+rows whatever the others bring: decodes of a mixed batch cost what they read and not the arithmetic of a prompt's tile.
+Scores are kept in base 2, all sums in float32.
 
-With few sequences and long contexts a decode's keys are split between programs and `merge_kernel` adds up what they found; the arithmetic
-is that of Dao et al., "Flash-Decoding" (2023): each part is a softmax of its own, weighed by its sum relative to the highest score of all.
+With few sequences and long contexts a decode's keys are split between programs and `merge_kernel` adds up what they
+found; the arithmetic is that of Dao et al., "Flash-Decoding" (2023): each part is a softmax of its own, weighed by its
+sum relative to the highest score of all.
 """
 
 from typing import NamedTuple
@@ -31,10 +34,11 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# Chosen for no spills at head_dim 128, and few, because each is compiled when it is first used. A decode waits for memory: three programs
-# of an SM, two tiles of keys and values (64 KB) under way in each. A prompt tile of 128 rows fills two warpgroups of tensor cores. Triton
-# shares the stages between the loads of block ids and those that need them: 5 keep two tiles under way. float32 exists for comparisons;
-# its products run on ordinary cores and want few registers.
+# Chosen for no spills at head_dim 128, and few, because each is compiled when it is first used. A decode waits for
+# memory: three programs of an SM, two tiles of keys and values (64 KB) under way in each. A prompt tile of 128 rows
+# fills two warpgroups of tensor cores. Triton shares the stages between the loads of block ids and those that need
+# them: 5 keep two tiles under way. float32 exists for comparisons; its products run on ordinary cores and want few
+# registers.
 DECODE = Tile(rows=16, block_kv=64, num_warps=4, num_stages=5)  # fewer rows than 16 are none to a tensor core
 DRAFTS = Tile(rows=32, block_kv=64, num_warps=4, num_stages=5)
 PROMPT = Tile(rows=128, block_kv=64, num_warps=8, num_stages=5)
@@ -42,7 +46,9 @@ FLOAT32 = Tile(rows=32, block_kv=32, num_warps=8, num_stages=2)
 
 
 def num_splits(batch: int, num_kv_heads: int, max_context: int, num_sms: int) -> int:
-    """Programs among which the keys of each decode are divided, so that `batch` of them fill every SM twice; 1 where they do anyway."""
+    """Programs among which the keys of each decode are divided, so that `batch` of them fill every SM twice; 1 where
+    they do anyway.
+    """
     most = -(-max_context // MIN_SPLIT_KEYS)
     return max(1, min(2 * num_sms // (batch * num_kv_heads), most, MAX_SPLITS))
 
@@ -68,14 +74,20 @@ def paged_attention(
 ) -> None:
     """Writes softmax(scale * q k) v of every query into `out`.
 
-    q, out        [T, H, D], any strides of tokens and heads, D contiguous: 16, 32, 64 or 128; float16, bfloat16 or float32 as the cache
-    cache         [num_blocks, num_layers, 2, K, block_size, D] by strides, D contiguous; H is a multiple of K; block_size a power of two
+    q, out        [T, H, D], any strides of tokens and heads, D contiguous: 16, 32, 64 or 128; float16, bfloat16 or
+                  float32 as the cache
+    cache         [num_blocks, num_layers, 2, K, block_size, D] by strides, D contiguous; H is a multiple of K;
+                  block_size a power of two
     block_tables  int32 [B, W], block ids of each sequence in order; read as far as `contexts` reaches
     starts        int32 [B + 1], 0 first: sequence b owns the tokens [starts[b], starts[b + 1])
-    contexts      int32 [B], tokens of the sequence in the cache, this step's included. Query i of n sits at position contexts[b] - n + i
-                  and sees the keys up to its own. 0 (a padding row of a CUDA graph, with one query): zeros are written, nothing is read.
-    max_num_queries  at least the most queries of any sequence. One kernel is compiled for 1, one up to 32 rows of a group, one for more.
-    num_splits    with `max_num_queries` 1 only: see the function of that name; `workspace`, float32 of `workspace_size` elements at least,
+    contexts      int32 [B], tokens of the sequence in the cache, this step's included. Query i of n sits at position
+                  contexts[b] - n + i
+                  and sees the keys up to its own. 0 (a padding row of a CUDA graph, with one query): zeros are written,
+                  nothing is read.
+    max_num_queries  at least the most queries of any sequence. One kernel is compiled for 1, one up to 32 rows of a
+                     group, one for more.
+    num_splits    with `max_num_queries` 1 only: see the function of that name; `workspace`,
+    float32 of `workspace_size` elements at least,
                   is used up. Contexts may be of any length, 0 included, whatever the number of splits.
 
     ValueError: splits without a workspace, with more than one query, or more than MAX_SPLITS.
@@ -87,8 +99,13 @@ def paged_attention(
     group = num_heads // num_kv_heads
     one_query = max_num_queries == 1
     if num_splits > 1 and (not one_query or num_splits > MAX_SPLITS):
-        raise ValueError(f"only a decode's keys are split, {MAX_SPLITS} ways at most: not {num_splits}, with {max_num_queries} queries")
-    if num_splits > 1 and (workspace is None or workspace.numel() < workspace_size(num_sequences, num_heads, head_dim, num_splits)):
+        raise ValueError(
+            f"only a decode's keys are split, {MAX_SPLITS} ways at most: not {num_splits}, with {max_num_queries} "
+            "queries"
+        )
+    if num_splits > 1 and (
+        workspace is None or workspace.numel() < workspace_size(num_sequences, num_heads, head_dim, num_splits)
+    ):
         raise ValueError(f"{num_splits} splits need workspace_size(...) elements of workspace")
     group_rows = triton.next_power_of_2(group)
     tile = choose_tile(max_num_queries, group_rows, q.dtype)
@@ -96,13 +113,17 @@ def paged_attention(
     num_tiles = num_sequences if one_query else num_tokens // num_queries + num_sequences
     parts = workspace if num_splits > 1 else out
     attention_kernel[(num_kv_heads, num_tiles, num_splits)](
-        q, cache, layer, block_tables, starts, contexts, out, parts, scale * LOG2E, num_sequences, *q.stride()[:2], *out.stride()[:2],
-        block_tables.stride(0), *cache.stride()[:5], GROUP=group, GROUP_ROWS=group_rows, QUERIES=num_queries, HEAD_DIM=head_dim,
+        q, cache, layer, block_tables, starts, contexts, out, parts, scale * LOG2E, num_sequences, *q.stride()[:2],
+        *out.stride()[:2],
+        block_tables.stride(0), *cache.stride()[:5], GROUP=group, GROUP_ROWS=group_rows, QUERIES=num_queries,
+        HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size, BLOCK_KV=tile.block_kv, ONE_QUERY=one_query, SPLIT=num_splits > 1,
         WIDEN=bool(INTERPRETED) and q.dtype == torch.bfloat16, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     if num_splits > 1:
-        merge_kernel[(num_heads, num_sequences)](parts, starts, out, num_splits, *out.stride()[:2], HEAD_DIM=head_dim, SPLITS=MAX_SPLITS)
+        merge_kernel[(num_heads, num_sequences)](
+            parts, starts, out, num_splits, *out.stride()[:2], HEAD_DIM=head_dim, SPLITS=MAX_SPLITS
+        )
 
 
 def choose_tile(max_num_queries: int, group_rows: int, dtype: torch.dtype) -> Tile:
@@ -115,20 +136,28 @@ def choose_tile(max_num_queries: int, group_rows: int, dtype: torch.dtype) -> Ti
 
 @triton.jit
 def walk_keys(
-    q, acc, peak, total, keys_and_values, table, first, end, limit, positions, scale, stride_block, stride_values, stride_token,
+    q, acc, peak, total, keys_and_values, table, first, end, limit, positions, scale, stride_block, stride_values,
+    stride_token,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr, MASKED: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the keys [first, end) in whole tiles; MASKED: only those below `limit` and up to each row's own position."""
+    """Online softmax over the keys [first, end) in whole tiles; MASKED: only those below `limit` and up to each row's
+    own position.
+    """
     dims = tl.arange(0, HEAD_DIM)
     for start in range(first, end, BLOCK_KV):
         keys = start + tl.arange(0, BLOCK_KV)
         if MASKED:
-            # what lies behind the last token was never written: neither its ids nor its values may be touched, 0 * NaN is NaN
+            # what lies behind the last token was never written: neither its ids nor its values may be touched, 0 * NaN
+            # is NaN
             known = keys < limit
             block_ids = tl.load(table + keys // BLOCK_SIZE, mask=known, other=0)
         else:
             block_ids = tl.load(table + keys // BLOCK_SIZE)
-        at = keys_and_values + (block_ids.to(tl.int64) * stride_block + keys % BLOCK_SIZE * stride_token)[:, None] + dims[None, :]
+        at = (
+            keys_and_values
+            + (block_ids.to(tl.int64) * stride_block + keys % BLOCK_SIZE * stride_token)[:, None]
+            + dims[None, :]
+        )
         if MASKED:
             k = tl.load(at, mask=known[:, None], other=0.0)
         else:
@@ -160,16 +189,20 @@ def attend(
     GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_KV: tl.constexpr, SPLIT: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """One tile over the keys [first_key, end_key). Row r is query first_query + r // GROUP_ROWS of the group's head r % GROUP_ROWS.
+    """One tile over the keys [first_key, end_key). Row r is query first_query + r // GROUP_ROWS of the group's head r %
+    GROUP_ROWS.
 
-    `q`, `out`: where the sequence's first query and the group's first head are. SPLIT: the log2 of a row's sum goes to `sums`.
+    `q`, `out`: where the sequence's first query and the group's first head are. SPLIT: the log2 of a row's sum goes to
+    `sums`.
     """
     rows = tl.arange(0, ROWS)
     queries, heads = first_query + rows // GROUP_ROWS, rows % GROUP_ROWS
     used = (queries < num_queries) & (heads < GROUP)
     dims = tl.arange(0, HEAD_DIM)
     positions = context - num_queries + queries
-    q_tile = tl.load(q + (queries * stride_q + heads * stride_q_head)[:, None] + dims[None, :], mask=used[:, None], other=0.0)
+    q_tile = tl.load(
+        q + (queries * stride_q + heads * stride_q_head)[:, None] + dims[None, :], mask=used[:, None], other=0.0
+    )
     if WIDEN:
         q_tile = q_tile.to(tl.float32)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
@@ -212,12 +245,16 @@ def sequence_of_tile(tile, starts, num_sequences, QUERIES: tl.constexpr, WIDTH: 
     do_not_specialize_on_alignment=["tables", "starts", "contexts"],  # pieces of one metadata buffer
 )
 def attention_kernel(
-    q, cache, layer, tables, starts, contexts, out, parts, scale, num_sequences, stride_q, stride_q_head, stride_out, stride_out_head,
+    q, cache, layer, tables, starts, contexts, out, parts, scale, num_sequences, stride_q, stride_q_head, stride_out,
+    stride_out_head,
     stride_table, stride_block, stride_layer, stride_values, stride_kv_head, stride_token,
-    GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     BLOCK_KV: tl.constexpr, ONE_QUERY: tl.constexpr, SPLIT: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Program (kv_head, tile, split); ONE_QUERY: tile = sequence. Without SPLIT there is one split and `parts` is not used."""
+    """Program (kv_head, tile, split); ONE_QUERY: tile = sequence. Without SPLIT there is one split and `parts` is not
+    used.
+    """
     kv_head = tl.program_id(0)
     if ONE_QUERY:
         sequence, first_query = tl.program_id(1), 0
@@ -265,8 +302,12 @@ def attention_kernel(
 
 
 @triton.jit(do_not_specialize=["num_splits"])
-def merge_kernel(parts, starts, out, num_splits, stride_out, stride_out_head, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr):
-    """Program (head, sequence): the parts of one query's head, float32 [B, H, num_splits, HEAD_DIM] with sums [B, H, num_splits] behind."""
+def merge_kernel(
+    parts, starts, out, num_splits, stride_out, stride_out_head, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr
+):
+    """Program (head, sequence): the parts of one query's head, float32 [B, H, num_splits, HEAD_DIM] with sums [B, H,
+    num_splits] behind.
+    """
     head, sequence = tl.program_id(0), tl.program_id(1)
     token = tl.load(starts + sequence)
     if tl.load(starts + sequence + 1) == token:
@@ -278,6 +319,10 @@ def merge_kernel(parts, starts, out, num_splits, stride_out, stride_out_head, HE
     logs = tl.load(sums + splits, mask=splits < num_splits, other=float("-inf"))
     weights = tl.exp2(logs - tl.maximum(tl.max(logs, 0), -1e30))  # 0 throughout where there are no keys at all
     total = tl.sum(weights, 0)
-    values = tl.load(parts + (first_part + splits)[:, None] * HEAD_DIM + dims[None, :], mask=(splits < num_splits)[:, None], other=0.0)
+    values = tl.load(
+        parts + (first_part + splits)[:, None] * HEAD_DIM + dims[None, :],
+        mask=(splits < num_splits)[:, None],
+        other=0.0,
+    )
     merged = tl.sum(values * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
     tl.store(out + token.to(tl.int64) * stride_out + head * stride_out_head + dims, merged.to(out.dtype.element_ty))

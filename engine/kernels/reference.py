@@ -1,4 +1,6 @@
-"""The kernels in plain torch, one function each with the same name and arguments: what tests compare with. Computes in float64."""
+"""The kernels in plain torch, one function each with the same name and arguments: what tests compare with. Computes in
+float64.
+"""
 
 import torch
 
@@ -78,9 +80,13 @@ def paged_attention(
     workspace: torch.Tensor | None = None,
 ) -> None:
     group, block_size = q.shape[1] // cache.shape[3], cache.shape[4]
-    for table, first, end, context in zip(block_tables, starts.tolist(), starts[1:].tolist(), contexts.tolist(), strict=False):
+    for table, first, end, context in zip(
+        block_tables, starts.tolist(), starts[1:].tolist(), contexts.tolist(), strict=False
+    ):
         blocks = cache[table[: -(-context // block_size)].long(), layer].double()  # [blocks, 2, K, block_size, D]
-        k, v = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context].repeat_interleave(group, 1)  # [H, context, D]
+        k, v = (
+            blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context].repeat_interleave(group, 1)
+        )  # [H, context, D]
         for token in range(first, end):
             seen = context - end + token + 1
             if seen <= 0:  # a padding row

@@ -1,4 +1,6 @@
-"""RMS norm over rows, alone or with the residual added first (Zhang and Sennrich, 2019): out = x / sqrt(mean(x^2) + eps) * weight."""
+"""RMS norm over rows, alone or with the residual added first (Zhang and Sennrich, 2019): out = x / sqrt(mean(x^2) +
+eps) * weight.
+"""
 
 import torch
 
@@ -6,7 +8,9 @@ from engine.kernels.launch import tl, triton
 
 
 @triton.jit
-def rms_norm_kernel(x, delta, weight, out, x_stride, delta_stride, out_stride, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
+def rms_norm_kernel(
+    x, delta, weight, out, x_stride, delta_stride, out_stride, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr
+):
     """One row per program, held in registers: x is read once, and written back (+ delta) where `delta` is given."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -24,12 +28,16 @@ def rms_norm_kernel(x, delta, weight, out, x_stride, delta_stride, out_stride, e
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
-    """x [T, hidden] float32 or model dtype -> out [T, hidden] model dtype; weight [hidden]. Rows may be strided, columns not."""
+    """x [T, hidden] float32 or model dtype -> out [T, hidden] model dtype; weight [hidden]. Rows may be strided,
+    columns not.
+    """
     _launch(x, None, weight, eps, out)
 
 
 def add_rms_norm(h: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
-    """h += delta in place, then out = norm of the new h. h [T, hidden] float32 or model dtype, delta and out [T, hidden] model dtype."""
+    """h += delta in place, then out = norm of the new h. h [T, hidden] float32 or model dtype, delta and out [T,
+    hidden] model dtype.
+    """
     _launch(h, delta, weight, eps, out)
 
 
@@ -39,5 +47,15 @@ def _launch(x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, e
     num_warps = min(16, max(1, block // 512))  # 16 elements a thread: two to four 16-byte loads in flight
     delta_stride = 0 if delta is None else delta.stride(0)
     rms_norm_kernel[(num_rows,)](
-        x, delta, weight, out, x.stride(0), delta_stride, out.stride(0), eps, HIDDEN=hidden, BLOCK=block, num_warps=num_warps
+        x,
+        delta,
+        weight,
+        out,
+        x.stride(0),
+        delta_stride,
+        out.stride(0),
+        eps,
+        HIDDEN=hidden,
+        BLOCK=block,
+        num_warps=num_warps,
     )

@@ -1,4 +1,6 @@
-"""Between the fused projection and attention: norm q and k per head where the model does, rotate both, cache k and v."""
+"""Between the fused projection and attention: norm q and k per head where the model does, rotate both, cache k and
+v.
+"""
 
 import torch
 
@@ -36,7 +38,8 @@ def rope_and_cache_kernel(
 ):
     """One token and HEADS of its heads, queries before keys before values, per program; tiles are [HEADS, HALF].
 
-    A value passes with cosine 1 and sine 0. Cache offsets are int64: a block of 8B has 2^20 elements, so block 2,048 starts at 2^31.
+    A value passes with cosine 1 and sine 0. Cache offsets are int64: a block of 8B has 2^20 elements, so block 2,048
+    starts at 2^31.
     """
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -71,7 +74,12 @@ def rope_and_cache_kernel(
     row = heads - NUM_HEADS  # keys, then values
     is_value = row >= NUM_KV_HEADS
     kv_head = tl.where(is_value, row - NUM_KV_HEADS, row)
-    place = cache + slot // BLOCK_SIZE * block_stride + layer.to(tl.int64) * layer_stride + slot % BLOCK_SIZE * offset_stride
+    place = (
+        cache
+        + slot // BLOCK_SIZE * block_stride
+        + layer.to(tl.int64) * layer_stride
+        + slot % BLOCK_SIZE * offset_stride
+    )
     place = place + is_value[:, None] * kv_stride + kv_head[:, None] * head_stride + dims
     is_cached = inside & (row >= 0)[:, None] & (slot >= 0)
     tl.store(place, turned_first, mask=is_cached)
@@ -90,13 +98,14 @@ def rope_and_cache(
     qk_norm: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> None:
-    """Rotary embedding, halves apart, of the T tokens of a step; q goes to `q_out`, k and v into the cache, in the dtype of `qkv`.
+    """Rotary embedding, halves apart, of the T tokens of a step; q goes to `q_out`, k and v into the cache, in the
+    dtype of `qkv`.
 
     Computed in float32 and rounded once.
 
     qkv [T, (H + 2 K) * D], rows may be strided; q_out [T, H, D], contiguous within a row; D a power of two.
-    cos, sin float32 [max positions, D / 2]; positions [T] int32 or int64; qk_norm [2, D], contiguous: weights for q and for k, or None.
-    slots [T] int32 or int64: block * block_size + offset; below zero nothing is cached (padding).
+    cos, sin float32 [max positions, D / 2]; positions [T] int32 or int64; qk_norm [2, D], contiguous: weights for q and
+    for k, or None. slots [T] int32 or int64: block * block_size + offset; below zero nothing is cached (padding).
     cache [num_blocks, num_layers, 2, K, block_size, D], any strides but the last.
     """
     num_tokens, num_heads, head_dim = q_out.shape

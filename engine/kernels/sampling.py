@@ -1,15 +1,17 @@
-"""The next tokens, chosen on the device: order, meaning and draws are those of `engine/sampling.py`, whose docstring has the rules.
+"""The next tokens, chosen on the device: order, meaning and draws are those of `engine/sampling.py`, whose docstring
+has the rules.
 
     add_biases, forbid   step 2: few and scattered, so torch's own indexed operations
     penalise             step 3
     sample, greedy       steps 4 to 6
     logprobs             step 1, from logits that nothing has touched yet
 
-One program takes one row of logits, a few thousand at a time; every row is summed in one order whatever else is in the batch. Nothing is
-sorted: weights lie between 0 and 1, where the bits of a float32 read as an integer have the order of the values, so the least weight that
-`top_k` or `top_p` leaves is found by trying 16 thresholds in one pass over the row, then 16 between the two that enclose it: at most 8
-passes, about 4 where the weights lie apart. The mass above a threshold is a float32 sum, where the CPU adds in float64: a `top_p` within
-1e-6 of a token's edge may cut on the other side of it. The draw itself adds in float64.
+One program takes one row of logits, a few thousand at a time; every row is summed in one order whatever else is in the
+batch. Nothing is sorted: weights lie between 0 and 1, where the bits of a float32 read as an integer have the order of
+the values, so the least weight that `top_k` or `top_p` leaves is found by trying 16 thresholds in one pass over the
+row, then 16 between the two that enclose it: at most 8 passes, about 4 where the weights lie apart. The mass above a
+threshold is a float32 sum, where the CPU adds in float64: a `top_p` within 1e-6 of a token's edge may cut on the other
+side of it. The draw itself adds in float64.
 """
 
 import torch
@@ -28,7 +30,9 @@ NUM_WARPS = 16
 
 
 def add_biases(logits: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> None:
-    """Step 2: adds `values` float32 [N] to float32 [S, vocab] at `positions` int64 [N], row * vocab + token id, no two alike."""
+    """Step 2: adds `values` float32 [N] to float32 [S, vocab] at `positions` int64 [N], row * vocab + token id, no two
+    alike.
+    """
     logits.view(-1).index_add_(0, positions, values)
 
 
@@ -56,7 +60,8 @@ def penalise(
     counts        int32 [S, vocab], contiguous, scratch
     token_ids     int32 [num_rows, max_model_len], rows contiguous; sequence s has its known tokens in row rows[s]
     rows, num_known, last, answer_bases   int32 [S], as in `engine.sampling.Contexts` and `SamplingMetadata`:
-                  of num_known[s] tokens the last is last[s]; the token at position p belongs to the answer from answer_bases[s] + p = 0 on
+                  of num_known[s] tokens the last is last[s]; the token at position p belongs to the answer from
+                  answer_bases[s] + p = 0 on
     repetitions, presences, frequencies   float32 [S]; 1, 0 and 0 leave a row alone
     """
     num_sequences, vocab_size = logits.shape
@@ -65,7 +70,17 @@ def penalise(
     counts.zero_()
     penalties = repetitions, presences, frequencies
     count_kernel[(num_sequences, triton.cdiv(token_ids.shape[1], BLOCK))](
-        counts, token_ids, rows, num_known, last, answer_bases, *penalties, vocab_size, token_ids.stride(0), BLOCK=BLOCK, num_warps=8
+        counts,
+        token_ids,
+        rows,
+        num_known,
+        last,
+        answer_bases,
+        *penalties,
+        vocab_size,
+        token_ids.stride(0),
+        BLOCK=BLOCK,
+        num_warps=8,
     )
     penalise_kernel[(num_sequences, triton.cdiv(vocab_size, BLOCK))](
         logits, counts, *penalties, vocab_size, logits.stride(0), BLOCK=BLOCK, num_warps=8
@@ -73,7 +88,9 @@ def penalise(
 
 
 def greedy(logits: torch.Tensor, out: torch.Tensor) -> None:
-    """The likeliest token of each row of `logits` [S, vocab] (any float, rows contiguous), the first of equals, into int32 [S]."""
+    """The likeliest token of each row of `logits` [S, vocab] (any float, rows contiguous), the first of equals, into
+    int32 [S].
+    """
     num_rows, vocab_size = logits.shape
     if num_rows:
         greedy_kernel[(num_rows,)](logits, out, vocab_size, logits.stride(0), BLOCK=BLOCK, num_warps=NUM_WARPS)
@@ -90,7 +107,8 @@ def sample(
     indices: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Steps 4 to 6: one token for each row of `logits` float32 [S, vocab] (rows contiguous, used up) into `out` int32 [S].
+    """Steps 4 to 6: one token for each row of `logits` float32 [S, vocab] (rows contiguous, used up) into `out` int32
+    [S].
 
     temperatures, top_ps, min_ps   float32 [S]; rows with a temperature below GREEDY_BELOW take the likeliest token
     top_ks                         int32 [S]; 0 or less: all
@@ -103,12 +121,15 @@ def sample(
     stride = logits.stride(0)
     weigh_kernel[(num_rows,)](logits, temperatures, min_ps, out, vocab_size, stride, BLOCK=BLOCK, num_warps=NUM_WARPS)
     draw_kernel[(num_rows,)](
-        logits, temperatures, top_ks, top_ps, seeds, indices, out, vocab_size, stride, BLOCK=BLOCK, PIVOT_BLOCK=PIVOT_BLOCK,
+        logits, temperatures, top_ks, top_ps, seeds, indices, out, vocab_size, stride, BLOCK=BLOCK,
+        PIVOT_BLOCK=PIVOT_BLOCK,
         RUNS=triton.next_power_of_2(triton.cdiv(vocab_size, BLOCK)), num_warps=NUM_WARPS,
     )  # fmt: skip
 
 
-def logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, num_top: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of one token of each row of `logits` [A, vocab], and of the row's `num_top` likeliest, the first of equals first.
 
     Float32 [A]; int64 [A, num_top] token ids; float32 [A, num_top]. `token_ids`: integers [A].
@@ -128,14 +149,27 @@ def changed(repetition, presence, frequency):
 
 @triton.jit
 def count_kernel(
-    counts, token_ids, rows, num_known, last, answer_bases, repetitions, presences, frequencies, vocab_size, stride, BLOCK: tl.constexpr
+    counts,
+    token_ids,
+    rows,
+    num_known,
+    last,
+    answer_bases,
+    repetitions,
+    presences,
+    frequencies,
+    vocab_size,
+    stride,
+    BLOCK: tl.constexpr,
 ):
     """Program (sequence, BLOCK of its known tokens)."""
     s = tl.program_id(0)
     known = tl.load(num_known + s)
     positions = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = positions < known
-    if tl.program_id(1) * BLOCK >= known or not changed(tl.load(repetitions + s), tl.load(presences + s), tl.load(frequencies + s)):
+    if tl.program_id(1) * BLOCK >= known or not changed(
+        tl.load(repetitions + s), tl.load(presences + s), tl.load(frequencies + s)
+    ):
         return
     tokens = tl.load(token_ids + tl.load(rows + s).to(tl.int64) * stride + positions, mask=inside, other=0)
     tokens = tl.where(positions == known - 1, tl.load(last + s), tokens)
@@ -204,8 +238,10 @@ def weigh_kernel(logits, temperatures, min_ps, out, vocab_size, stride, BLOCK: t
 
 @triton.jit
 def least_kept(weights, vocab_size, low, goal, share, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """Bits of the highest threshold, `low` or above, that enough weights reach: `goal` of them, or, BY_MASS with a `goal` below 0, so many
-    that their sum is `share` of the sum of all that reach `low`. Any threshold that leaves the same weights does as well."""
+    """Bits of the highest threshold, `low` or above, that enough weights reach: `goal` of them, or, BY_MASS with a
+    `goal` below 0, so many that their sum is `share` of the sum of all that reach `low`. Any threshold that leaves the
+    same weights does as well.
+    """
     high, at_high, searching = ABOVE_ONE, 0.0, True
     while searching:
         pivots = low + tl.cdiv(high - low, 16) * tl.arange(0, 16)
@@ -250,16 +286,22 @@ def draw_kernel(
     if top_k > 0 and top_k < vocab_size:
         low = least_kept(weights, vocab_size, low, top_k.to(tl.float64), 0.0, False, PIVOT_BLOCK)
     if top_p < 1:
-        low = least_kept(weights, vocab_size, low, tl.full([], -1.0, tl.float64), top_p.to(tl.float64), True, PIVOT_BLOCK)
+        low = least_kept(
+            weights, vocab_size, low, tl.full([], -1.0, tl.float64), top_p.to(tl.float64), True, PIVOT_BLOCK
+        )
     least = low.to(tl.float32, bitcast=True)
     runs, inside = tl.arange(0, RUNS), tl.arange(0, BLOCK)
     sums = tl.zeros([RUNS], tl.float64)
     for run in tl.range(0, tl.cdiv(vocab_size, BLOCK), num_stages=4):
         values = tl.load(weights + run * BLOCK + inside, mask=run * BLOCK + inside < vocab_size, other=0.0)
         sums = tl.where(runs == run, tl.sum(tl.where(values >= least, values, 0.0).to(tl.float64), 0), sums)
-    bits = mix(tl.load(seeds + row).to(tl.uint64, bitcast=True)) + (tl.load(indices + row) + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+    bits = (
+        mix(tl.load(seeds + row).to(tl.uint64, bitcast=True))
+        + (tl.load(indices + row) + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+    )
     target = (mix(bits) >> 11).to(tl.float64) * 2.0**-53 * tl.sum(sums, 0)
-    # rounding may leave the target at the very end, or a later sum below an earlier one: only what has a weight is chosen, else the last
+    # rounding may leave the target at the very end, or a later sum below an earlier one: only what has a weight is
+    # chosen, else the last
     passed = (tl.cumsum(sums, 0) > target) & (sums > 0)
     run = tl.min(tl.where(passed, runs, tl.max(tl.where(sums > 0, runs, 0), 0)), 0)
     tokens = run * BLOCK + inside

@@ -20,7 +20,9 @@ def silu_and_mul_kernel(gate_up, out, gate_up_stride, out_stride, WIDTH: tl.cons
 
 
 def silu_and_mul(gate_up: torch.Tensor, out: torch.Tensor) -> None:
-    """gate_up [T, 2 I], the gate's columns first -> out [T, I]. Rows may be strided, columns not. Computed in float32, rounded once."""
+    """gate_up [T, 2 I], the gate's columns first -> out [T, I]. Rows may be strided, columns not. Computed in float32,
+    rounded once.
+    """
     num_rows, width = out.shape
     block = min(BLOCK, triton.next_power_of_2(width))
     grid = (num_rows, triton.cdiv(width, block))

@@ -1,4 +1,6 @@
-"""Safetensors on disk: headers read and checked without loading a weight, and a fingerprint of what they hold. No torch here."""
+"""Safetensors on disk: headers read and checked without loading a weight, and a fingerprint of what they hold. No torch
+here.
+"""
 
 import hashlib
 import json
@@ -29,7 +31,8 @@ class TensorEntry:
 
 
 def check_model_dir(model_dir: Path) -> ModelConfig:
-    """Config with fingerprint of a directory that can be served; reads config, headers and a few sampled bytes, loads nothing.
+    """Config with fingerprint of a directory that can be served; reads config, headers and a few sampled bytes, loads
+    nothing.
 
     Raises ModelError naming file, tensor, what was expected and what is there.
     """
@@ -43,7 +46,10 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor that a checkpoint must hold, by its Hugging Face name; linear weights are [out, in]."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
     layer: dict[str, tuple[int, ...]] = {
@@ -58,7 +64,11 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "mlp.down_proj.weight": (hidden, inner),
     }
     if config.qkv_bias:
-        layer |= {"self_attn.q_proj.bias": (q_size,), "self_attn.k_proj.bias": (kv_size,), "self_attn.v_proj.bias": (kv_size,)}
+        layer |= {
+            "self_attn.q_proj.bias": (q_size,),
+            "self_attn.k_proj.bias": (kv_size,),
+            "self_attn.v_proj.bias": (kv_size,),
+        }
     if config.qk_norm:
         layer |= {"self_attn.q_norm.weight": (config.head_dim,), "self_attn.k_norm.weight": (config.head_dim,)}
     for i in range(config.num_layers):
@@ -67,8 +77,8 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def check_entries(model_dir: Path, config: ModelConfig, entries: dict[str, TensorEntry]) -> None:
-    """Raises ModelError for the first tensor that is missing, has another shape or dtype than the config says, or has no place in the
-    model: left out, its biases or scales would be missed in every answer."""
+    """Raises ModelError for the first tensor that is missing, has another shape or dtype than the config says, or has
+    no place in the model: left out, its biases or scales would be missed in every answer."""
     shapes = expected_shapes(config)
     for name, shape in shapes.items():
         entry = entries.get(name)
@@ -77,10 +87,14 @@ def check_entries(model_dir: Path, config: ModelConfig, entries: dict[str, Tenso
         if entry.shape != shape:
             raise ModelError(f"{entry.file}: tensor {name} has shape {list(entry.shape)}, expected {list(shape)}")
         if entry.dtype not in DTYPE_BYTES:
-            raise ModelError(f"{entry.file}: tensor {name} has dtype {entry.dtype}, expected one of {', '.join(DTYPE_BYTES)}")
+            raise ModelError(
+                f"{entry.file}: tensor {name} has dtype {entry.dtype}, expected one of {', '.join(DTYPE_BYTES)}"
+            )
     for name in sorted(entries.keys() - shapes.keys()):
         if not name.endswith(IGNORED_TENSORS):
-            raise ModelError(f"{entries[name].file}: tensor {name} has no place in a {config.architecture} with this config")
+            raise ModelError(
+                f"{entries[name].file}: tensor {name} has no place in a {config.architecture} with this config"
+            )
 
 
 def read_entries(model_dir: Path) -> dict[str, TensorEntry]:
@@ -107,13 +121,17 @@ def _weight_files(model_dir: Path) -> list[Path]:
 
 
 def _read_header(file: Path) -> dict[str, TensorEntry]:
-    """A safetensors file is: header length (8 bytes, little-endian), JSON header, data; offsets in the header count from the data."""
+    """A safetensors file is: header length (8 bytes, little-endian), JSON header, data; offsets in the header count
+    from the data.
+    """
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
             header_bytes = int.from_bytes(stream.read(8), "little")
             if size < 8 or header_bytes > min(MAX_HEADER_BYTES, size - 8):
-                raise ModelError(f"{file}: truncated or no safetensors file: {size} bytes, its header alone says {header_bytes}")
+                raise ModelError(
+                    f"{file}: truncated or no safetensors file: {size} bytes, its header alone says {header_bytes}"
+                )
             header = json.loads(stream.read(header_bytes))
     except FileNotFoundError:
         raise ModelError(f"{file}: no such file") from None
@@ -126,7 +144,11 @@ def _read_header(file: Path) -> dict[str, TensorEntry]:
             if name != "__metadata__":
                 begin, end = item["data_offsets"]
                 entries[name] = TensorEntry(
-                    file=file, dtype=item["dtype"], shape=tuple(item["shape"]), begin=data + int(begin), end=data + int(end)
+                    file=file,
+                    dtype=item["dtype"],
+                    shape=tuple(item["shape"]),
+                    begin=data + int(begin),
+                    end=data + int(end),
                 )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ModelError(f"{file}: safetensors header is malformed: {error!r}") from None

@@ -1,4 +1,6 @@
-"""What a Hugging Face model directory says about its model. No torch here: the composition root reads it before anything is started."""
+"""What a Hugging Face model directory says about its model. No torch here: the composition root reads it before
+anything is started.
+"""
 
 import json
 import math
@@ -18,7 +20,9 @@ class Traits:
     qkv_bias: bool = False
     qk_norm: bool = False
     windowed: bool = False
-    """Attention reaches back `sliding_window` tokens unless `use_sliding_window` is false; where False, only if it is true."""
+    """Attention reaches back `sliding_window` tokens unless `use_sliding_window` is false; where False, only if it is
+    true.
+    """
     required: tuple[str, ...] = ()
     """Keys whose absence means something else than in a Llama: they must be there."""
 
@@ -36,8 +40,9 @@ ARCHITECTURES = {
 class RopeScaling:
     """How rotary frequencies were slowed to stretch a model's context.
 
-    One that turns r times within `original_context` tokens: `high_freq_factor` times or more, it stays; `low_freq_factor` or less, it
-    is divided by `factor`; in between, a blend. Both infinite: all are divided ("linear").
+    One that turns r times within `original_context` tokens: `high_freq_factor` times or more, it stays;
+    `low_freq_factor` or less, it is divided by `factor`; in between, a blend. Both infinite: all are divided
+    ("linear").
     """
 
     factor: float
@@ -62,7 +67,9 @@ class ModelConfig:
     rope_theta: float
     tie_word_embeddings: bool
     max_position_embeddings: int
-    """Longest sequence that is computed as the model was trained, in tokens: its attention window where that is shorter."""
+    """Longest sequence that is computed as the model was trained, in tokens: its attention window where that is
+    shorter.
+    """
     rope_scaling: RopeScaling | None = None
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -150,14 +157,18 @@ def read_config(model_dir: Path) -> ModelConfig:
         qk_norm=traits.qk_norm,
     )
     if config.num_heads % config.num_kv_heads:
-        raise ModelError(f"{path}: num_attention_heads {num_heads} is no multiple of num_key_value_heads {config.num_kv_heads}")
+        raise ModelError(
+            f"{path}: num_attention_heads {num_heads} is no multiple of num_key_value_heads {config.num_kv_heads}"
+        )
     if config.head_dim % 2:
         raise ModelError(f"{path}: head_dim {config.head_dim} is odd, rotary embedding needs pairs")
     return config
 
 
 def eos_token_ids(model_dir: Path) -> tuple[int, ...]:
-    """Token ids that end an answer: of `generation_config.json` if it names any, else of `config.json`; ascending. Raises ModelError."""
+    """Token ids that end an answer: of `generation_config.json` if it names any, else of `config.json`; ascending.
+    Raises ModelError.
+    """
     for name in ("generation_config.json", "config.json"):
         path = model_dir / name
         value = read_json(path).get("eos_token_id") if path.exists() else None

@@ -1,4 +1,6 @@
-"""A Llama GGUF file -> a Hugging Face model directory: config, bf16 safetensors, byte-level BPE tokenizer, chat template."""
+"""A Llama GGUF file -> a Hugging Face model directory: config, bf16 safetensors, byte-level BPE tokenizer, chat
+template.
+"""
 
 import json
 from collections.abc import Callable
@@ -35,15 +37,19 @@ TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "o
 def convert_gguf(gguf_file: Path, model_dir: Path, progress: Callable[[str], None]) -> None:
     """Writes the directory's files into `model_dir`, which must exist. Weights are dequantised, then rounded to bf16.
 
-    Raises ModelError if the file is no GGUF file, no Llama, or has another tokenizer than a byte-level BPE of the kind "smollm"; OSError
-    if the directory cannot be written.
+    Raises ModelError if the file is no GGUF file, no Llama, or has another tokenizer than a byte-level BPE of the kind
+    "smollm"; OSError if the directory cannot be written.
     """
     try:
         reader = GGUFReader(gguf_file)
     except (OSError, ValueError) as error:
         raise ModelError(f"{gguf_file}: cannot be read as GGUF: {error}") from None
     metadata = {name: field.contents() for name, field in reader.fields.items()}
-    for key, expected in (("general.architecture", "llama"), ("tokenizer.ggml.model", "gpt2"), ("tokenizer.ggml.pre", "smollm")):
+    for key, expected in (
+        ("general.architecture", "llama"),
+        ("tokenizer.ggml.model", "gpt2"),
+        ("tokenizer.ggml.pre", "smollm"),
+    ):
         if metadata.get(key) != expected:
             raise ModelError(f"{gguf_file}: {key} is {metadata.get(key)}, expected {expected}")
     tied = all(tensor.name != "output.weight" for tensor in reader.tensors)
@@ -108,18 +114,27 @@ def _tokenizer(metadata: dict[str, Any]) -> Tokenizer:
     merges = [(left, right) for left, right in (merge.split(" ") for merge in metadata["tokenizer.ggml.merges"])]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     kinds = metadata["tokenizer.ggml.token_type"]
     tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL_TOKEN]
+        [
+            AddedToken(token, special=True, normalized=False)
+            for token, kind in zip(tokens, kinds, strict=True)
+            if kind == CONTROL_TOKEN
+        ]
     )
     return tokenizer
 
 
 def _name(gguf_name: str) -> str:
-    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`. Raises ModelError for a name that Llama does not have."""
+    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`. Raises ModelError for a name that Llama does
+    not have.
+    """
     stem = gguf_name.removesuffix(".weight")
     if stem in TOP_NAMES:
         return TOP_NAMES[stem] + ".weight"
@@ -130,12 +145,16 @@ def _name(gguf_name: str) -> str:
 
 
 def _weight(tensor: ReaderTensor, num_heads: int, num_kv_heads: int) -> torch.Tensor:
-    """bf16, [out, in]. GGUF stores the rotary pairs of Q and K rows interleaved (0, 1, 2, ...); the halves-apart order is restored."""
+    """bf16, [out, in]. GGUF stores the rotary pairs of Q and K rows interleaved (0, 1, 2, ...); the halves-apart order
+    is restored.
+    """
     values = np.ascontiguousarray(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
     if tensor.name.endswith(("attn_q.weight", "attn_k.weight")):
         heads = num_heads if tensor.name.endswith("attn_q.weight") else num_kv_heads
         rows, columns = values.shape
-        values = np.ascontiguousarray(values.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns))
+        values = np.ascontiguousarray(
+            values.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+        )
     return torch.tensor(values).to(torch.bfloat16)
 
 

@@ -1,4 +1,5 @@
-"""Weights of Llama and its kin in memory: q/k/v and gate/up fused, on the CPU bf16 linears packed for oneDNN where torch can.
+"""Weights of Llama and its kin in memory: q/k/v and gate/up fused, on the CPU bf16 linears packed for oneDNN where
+torch can.
 
 h = embed[token]                                    [T, hidden]
 per layer:  h += o(attention(rope(qkv(norm(h)))))   qkv: [T, (num_heads + 2 num_kv_heads) head_dim], order q, k, v;
@@ -54,7 +55,9 @@ class LlamaModel:
 
 
 def load_model(model_dir: Path, dtype: Dtype, device: str = "cpu") -> LlamaModel:
-    """Loads a checked directory onto a device. Raises ModelError as `check_model_dir` does, before any weight is read."""
+    """Loads a checked directory onto a device. Raises ModelError as `check_model_dir` does, before any weight is
+    read.
+    """
     config = check_model_dir(model_dir)
     entries = read_entries(model_dir)
     check_entries(model_dir, config, entries)
@@ -78,7 +81,9 @@ def build_model(config: ModelConfig, dtype: Dtype, read: Callable[[str], torch.T
         prefix = f"model.layers.{i}."
         qkv = torch.cat([read(f"{prefix}self_attn.{part}_proj.weight") for part in "qkv"])
         bias = torch.cat([read(f"{prefix}self_attn.{part}_proj.bias") for part in "qkv"]) if config.qkv_bias else None
-        qk_norm = torch.stack([read(f"{prefix}self_attn.{part}_norm.weight") for part in "qk"]) if config.qk_norm else None
+        qk_norm = (
+            torch.stack([read(f"{prefix}self_attn.{part}_norm.weight") for part in "qk"]) if config.qk_norm else None
+        )
         gate_up = torch.cat([read(f"{prefix}mlp.{part}_proj.weight") for part in ("gate", "up")])
         layers.append(
             LlamaLayer(
@@ -125,7 +130,9 @@ def rope_frequencies(config: ModelConfig) -> torch.Tensor:
 
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-    """`x @ weight.T + bias`; bf16 weights ([out, in]) on a CPU are copied once into oneDNN's own layout where this torch offers it."""
+    """`x @ weight.T + bias`; bf16 weights ([out, in]) on a CPU are copied once into oneDNN's own layout where this
+    torch offers it.
+    """
     if weight.dtype is torch.bfloat16 and weight.device.type == "cpu" and can_pack():
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
 
@@ -138,7 +145,9 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linea
 
 
 def float32_logits(x: torch.Tensor, lm_head: torch.Tensor) -> torch.Tensor:
-    """`x @ lm_head.T` in float32: bf16 has 0.125 between two logits near 20, so as the head's output it would decide close calls."""
+    """`x @ lm_head.T` in float32: bf16 has 0.125 between two logits near 20, so as the head's output it would decide
+    close calls.
+    """
     if x.dtype is torch.float32:
         return torch.nn.functional.linear(x, lm_head)
     if x.is_cuda:

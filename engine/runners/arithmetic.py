@@ -66,7 +66,10 @@ class ArithmeticRunner:
             return {}
         num_top = batch.sampling.num_logprobs[batch.rows]
         return {
-            index: [expected_logprobs(token, int(num_top[index]), self._vocab_size) for token in token_ids[index, : counts[index]].tolist()]
+            index: [
+                expected_logprobs(token, int(num_top[index]), self._vocab_size)
+                for token in token_ids[index, : counts[index]].tolist()
+            ]
             for index in np.flatnonzero((num_top >= 0) & (counts > 0)).tolist()
         }
 
@@ -90,4 +93,6 @@ def _seeds(batch: Batch) -> Seeds:
     if batch.sampling is None:
         return Seeds(np.zeros(len(batch.rows), np.int64))
     sampling, rows = batch.sampling, batch.rows
-    return Seeds(np.where(sampling.temperatures[rows] >= GREEDY_BELOW, sampling.seeds[rows] % PRIME, 0).astype(np.int64))
+    return Seeds(
+        np.where(sampling.temperatures[rows] >= GREEDY_BELOW, sampling.seeds[rows] % PRIME, 0).astype(np.int64)
+    )

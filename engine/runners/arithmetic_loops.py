@@ -56,8 +56,10 @@ def sample(
     targets: Targets,
     counts: Int32,
 ) -> None:
-    """What the model says after the known tokens of each sampled sequence, from the cache, and after each draft that it would have said
-    itself. Writes `targets`, `counts` [B] (how many of them; 0 where nothing is sampled) and `newest`."""
+    """What the model says after the known tokens of each sampled sequence, from the cache, and after each draft that it
+    would have said itself. Writes `targets`, `counts` [B] (how many of them; 0 where nothing is sampled) and
+    `newest`.
+    """
     rows, num_drafts, sampled, bases = work[ROW], work[NUM_DRAFTS], work[SAMPLED], work[BASE]
     block_size = cache.shape[1]
     for i in range(len(rows)):

@@ -1,7 +1,8 @@
-"""The model's head as a compiled kernel: bf16 in, float32 out, which torch's own linears on CPUs do not offer. One per hidden size.
+"""The model's head as a compiled kernel: bf16 in, float32 out, which torch's own linears on CPUs do not offer. One per
+hidden size.
 
-On a CPU with instructions for bf16 it is as fast as oneDNN's packed linear, and needs no packed copy of the largest matrix of a small
-model; on one without them several times as fast as torch's.
+On a CPU with instructions for bf16 it is as fast as oneDNN's packed linear, and needs no packed copy of the largest
+matrix of a small model; on one without them several times as fast as torch's.
 """
 
 import functools
@@ -21,16 +22,24 @@ TERMS = 32
 ROWS, COLUMNS = 4, 4
 """Of x and of the weights in one tile; all of its sums stay in registers."""
 PAIRS, WIDE = has_feature("avx512bf16"), has_feature("avx512f")
-"""Whether one instruction multiplies and adds bf16 in pairs; whether there are registers for tiles of ROWS by COLUMNS, not by one."""
+"""Whether one instruction multiplies and adds bf16 in pairs; whether there are registers for tiles of ROWS by COLUMNS,
+not by one.
+"""
 RUN = 64
 """Rows of weights that stay in the cache while all of x passes."""
 
 
 @functools.cache
 def make_head(hidden: int, *, pairs: bool = PAIRS, wide: bool = WIDE) -> Callable[..., None]:
-    """head(x, weights, out, num_bins): out [L, vocab] float32 = x [L, hidden] @ weights [vocab, hidden].T, both bf16 as uint16."""
+    """head(x, weights, out, num_bins): out [L, vocab] float32 = x [L, hidden] @ weights [vocab, hidden].T, both bf16 as
+    uint16.
+    """
     ACROSS = COLUMNS if wide else 1
-    tile, line, dot = make_dots(ROWS, ACROSS, hidden, pairs), make_dots(1, COLUMNS, hidden, pairs), make_dots(1, 1, hidden, pairs)
+    tile, line, dot = (
+        make_dots(ROWS, ACROSS, hidden, pairs),
+        make_dots(1, COLUMNS, hidden, pairs),
+        make_dots(1, 1, hidden, pairs),
+    )
     BYTES = 2 * hidden
 
     def head(x: Any, weights: Any, out: Any, num_bins: int) -> None:

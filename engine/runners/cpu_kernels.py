@@ -1,7 +1,9 @@
-"""Compiled CPU kernels: norms, silu, rotary embedding, attention over the paged cache. numba; one set per (head_dim, group, block_size).
+"""Compiled CPU kernels: norms, silu, rotary embedding, attention over the paged cache. numba; one set per (head_dim,
+group, block_size).
 
-Arrays of bf16 are passed as uint16, of float32 as they are; all sums are float32. Attention works in base 2: q is scaled by
-log2(e) / sqrt(head_dim) when it is rotated. Nothing here allocates per token; scratch comes from the caller, one row per bin (thread).
+Arrays of bf16 are passed as uint16, of float32 as they are; all sums are float32. Attention works in base 2: q is
+scaled by log2(e) / sqrt(head_dim) when it is rotated. Nothing here allocates per token; scratch comes from the caller,
+one row per bin (thread).
 """
 
 import functools
@@ -36,7 +38,15 @@ TILE_ROWS = 96
 # 2 ** f on [0, 1] by Chebyshev interpolation of degree 6, lowest power first; relative error 2.5e-9
 E0, E1, E2, E3, E4, E5, E6 = (
     np.float32(c)
-    for c in (1.0000000025, 0.6931469327588, 0.2402304544125, 0.05548063019600, 0.009684186311644, 0.001239133182310, 0.0002186578482386)
+    for c in (
+        1.0000000025,
+        0.6931469327588,
+        0.2402304544125,
+        0.05548063019600,
+        0.009684186311644,
+        0.001239133182310,
+        0.0002186578482386,
+    )
 )
 LOG2E = np.float32(1.4426950408889634)
 
@@ -86,7 +96,9 @@ def _store(array: Any, row: Any, column: Any, value: Any) -> Any:
 
         def store_bf16(array: Any, row: Any, column: Any, value: Any) -> Any:
             bits = float_to_bits(np.float32(value))
-            array[row, column] = np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+            array[row, column] = np.uint16(
+                (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+            )
 
         return store_bf16
 
@@ -108,7 +120,9 @@ def exp2(x: Any) -> Any:
 
 @register_jitable
 def softmax_step(scores: Any, n: int, peak: Any, total: Any, acc: Any, row: int) -> None:
-    """One more tile of n scores for one query row: turns them into weights, rescales what was summed so far to the new peak."""
+    """One more tile of n scores for one query row: turns them into weights, rescales what was summed so far to the new
+    peak.
+    """
     highest = peak[row]
     for j in range(n):
         highest = max(highest, scores[j])
@@ -153,7 +167,9 @@ def make_attention(head_dim: int, group: int, block_size: int, bf16: bool) -> Ca
         return first * c - second * s, second * c + first * s
 
     @part
-    def place_token(t: int, qkv: Any, q: Any, positions: Any, slots: Any, cos: Any, sin: Any, cache: Any, layer: int) -> None:
+    def place_token(
+        t: int, qkv: Any, q: Any, positions: Any, slots: Any, cos: Any, sin: Any, cache: Any, layer: int
+    ) -> None:
         """Rotates and scales one token's q into float32, writes its k (rotated) and v into the cache."""
         num_kv_heads = cache.shape[3]
         num_heads, position, slot = num_kv_heads * G, positions[t], slots[t]
@@ -176,7 +192,17 @@ def make_attention(head_dim: int, group: int, block_size: int, bf16: bool) -> Ca
 
     @part
     def attend_token(
-        t: int, head: int, table: Any, context: int, next_head: int, next_table: Any, q: Any, out: Any, cache: Any, layer: int, work: Any
+        t: int,
+        head: int,
+        table: Any,
+        context: int,
+        next_head: int,
+        next_table: Any,
+        q: Any,
+        out: Any,
+        cache: Any,
+        layer: int,
+        work: Any,
     ) -> None:
         """One token's group of query heads over `context` keys, straight from the blocks."""
         scores, acc, peak, total, _, _, _ = scratch(work)
@@ -200,7 +226,10 @@ def make_attention(head_dim: int, group: int, block_size: int, bf16: bool) -> Ca
                 if index + AHEAD <= last:
                     prefetch(base + np.int64(table[index + AHEAD]) * block_bytes, 0)
                 else:
-                    prefetch(next_base + np.int64(next_table[min(index + AHEAD - last, len(next_table)) - 1]) * block_bytes, 0)
+                    prefetch(
+                        next_base + np.int64(next_table[min(index + AHEAD - last, len(next_table)) - 1]) * block_bytes,
+                        0,
+                    )
                 for j in range(0, min(BS, n - start), NUM_DOT):
                     dot_keys(queries, keys + j * D * BYTES, scores.ctypes.data + (start + j) * 4)
             for g in range(G):
@@ -219,8 +248,12 @@ def make_attention(head_dim: int, group: int, block_size: int, bf16: bool) -> Ca
                 store(out, t, (head * G + g) * D + d, acc[g, d] * inverse)
 
     @part
-    def attend_tile(t0: int, num: int, head: int, table: Any, position: int, q: Any, out: Any, cache: Any, layer: int, work: Any) -> None:
-        """Tokens t0 .. t0 + num - 1, the first at `position`, causal: K and V tiles widened to float32 once for all rows."""
+    def attend_tile(
+        t0: int, num: int, head: int, table: Any, position: int, q: Any, out: Any, cache: Any, layer: int, work: Any
+    ) -> None:
+        """Tokens t0 .. t0 + num - 1, the first at `position`, causal: K and V tiles widened to float32 once for all
+        rows.
+        """
         scores, acc, peak, total, queries, keys_t, values = scratch(work)
         rows = num * G
         whole = (rows + 7) // 8 * 8
@@ -273,14 +306,17 @@ def make_attention(head_dim: int, group: int, block_size: int, bf16: bool) -> Ca
 
     @part
     def scratch(work: Any) -> Any:
-        """scores [R, KEY_TILE], acc [R, D], peak [R], total [R], queries [R, D], keys_t [D, KEY_TILE], values [KEY_TILE, D]."""
+        """scores [R, KEY_TILE], acc [R, D], peak [R], total [R], queries [R, D], keys_t [D, KEY_TILE], values
+        [KEY_TILE, D].
+        """
         a = R * KEY_TILE
         b = a + R * D
         c = b + 2 * R
         d = c + R * D
         e = d + D * KEY_TILE
         return (
-            work[:a].reshape(R, KEY_TILE), work[a:b].reshape(R, D), work[b : b + R], work[b + R : c], work[c:d].reshape(R, D),
+            work[:a].reshape(R, KEY_TILE), work[a:b].reshape(R, D), work[b : b + R], work[b + R : c],
+            work[c:d].reshape(R, D),
             work[d:e].reshape(D, KEY_TILE), work[e : e + D * KEY_TILE].reshape(KEY_TILE, D),
         )  # fmt: skip
 
@@ -306,7 +342,17 @@ def make_attention(head_dim: int, group: int, block_size: int, bf16: bool) -> Ca
                 if num == 1:
                     after = min(i + 1, bins[b + 1] - 1)
                     attend_token(
-                        t0, head, tables[sequence], position + 1, items[after, 4], tables[items[after, 3]], q, out, cache, layer, work[b]
+                        t0,
+                        head,
+                        tables[sequence],
+                        position + 1,
+                        items[after, 4],
+                        tables[items[after, 3]],
+                        q,
+                        out,
+                        cache,
+                        layer,
+                        work[b],
                     )
                 else:
                     attend_tile(t0, num, head, tables[sequence], position, q, out, cache, layer, work[b])
@@ -359,7 +405,9 @@ def norm_heads_row(x: Any, row: int, weight: Any, eps: Any) -> None:
 
 @compiled(SOURCES)
 def norm_heads(x: Any, weight: Any, eps: Any) -> None:
-    """RMS norm, in place, of each of the leading heads of every row; `weight` [heads, head_dim], x [T, at least heads * head_dim]."""
+    """RMS norm, in place, of each of the leading heads of every row; `weight` [heads, head_dim], x [T, at least heads *
+    head_dim].
+    """
     if x.shape[0] < 8:
         for row in range(x.shape[0]):
             norm_heads_row(x, row, weight, eps)

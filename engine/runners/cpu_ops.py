@@ -1,7 +1,8 @@
-"""What a CPU runner computes between its linears, in plain torch: the reference, and the fallback where numba is absent.
+"""What a CPU runner computes between its linears, in plain torch: the reference, and the fallback where numba is
+absent.
 
-The residual stream `h` is float32 in every dtype; so are the logits; all else is in the model's dtype, sums and softmax in
-float32.
+The residual stream `h` is float32 in every dtype; so are the logits; all else is in the model's dtype, sums and softmax
+in float32.
 """
 
 from typing import Protocol
@@ -13,7 +14,9 @@ from engine.runners.step_plan import StepPlan
 
 
 class CPUOps(Protocol):
-    """One step at a time: `begin` a plan, then its layers in order. T tokens; tensors returned are valid until the next call."""
+    """One step at a time: `begin` a plan, then its layers in order. T tokens; tensors returned are valid until the next
+    call.
+    """
 
     def begin(self, plan: StepPlan) -> None: ...
 
@@ -26,8 +29,8 @@ class CPUOps(Protocol):
         ...
 
     def attention(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """Norms q and k where the model says so (`qkv` may change), rotates both, writes k and v into the plan's slots, attends causally
-        over the paged cache: [T, num_heads * head_dim]."""
+        """Norms q and k where the model says so (`qkv` may change), rotates both, writes k and v into the plan's slots,
+        attends causally over the paged cache: [T, num_heads * head_dim]."""
         ...
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -40,7 +43,9 @@ class CPUOps(Protocol):
 
 
 class TorchOps:
-    """`cache`: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim] in the model's dtype, written in place."""
+    """`cache`: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim] in the model's dtype, written in
+    place.
+    """
 
     def __init__(self, model: LlamaModel, cache: torch.Tensor) -> None:
         self.model, self.cache = model, cache

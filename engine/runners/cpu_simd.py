@@ -1,7 +1,9 @@
-"""Straight-line SIMD pieces for the CPU kernels, emitted as LLVM vector code and called from numba functions like any other function.
+"""Straight-line SIMD pieces for the CPU kernels, emitted as LLVM vector code and called from numba functions like any
+other function.
 
-Every argument is an address (int64, bytes). float32 everywhere, but for keys and values in the cache: those are of the cache's element
-type, bf16 or float32, and are widened as they are loaded. Vectors are 16 wide; LLVM splits them where the CPU's are narrower.
+Every argument is an address (int64, bytes). float32 everywhere, but for keys and values in the cache: those are of the
+cache's element type, bf16 or float32, and are widened as they are loaded. Vectors are 16 wide; LLVM splits them where
+the CPU's are narrower.
 """
 
 from collections.abc import Callable
@@ -56,8 +58,12 @@ def _load_wide(builder: Any, address: Any, first: int, bf16: bool) -> Any:
 
 
 def _splat(builder: Any, address: Any, num_bytes: int) -> Any:
-    one = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), _load(builder, address, num_bytes, FLOAT), ir.Constant(INT32, 0))
-    return builder.shuffle_vector(one, ir.Constant(VECTOR, ir.Undefined), ir.Constant(ir.VectorType(INT32, WIDTH), [0] * WIDTH))
+    one = builder.insert_element(
+        ir.Constant(VECTOR, ir.Undefined), _load(builder, address, num_bytes, FLOAT), ir.Constant(INT32, 0)
+    )
+    return builder.shuffle_vector(
+        one, ir.Constant(VECTOR, ir.Undefined), ir.Constant(ir.VectorType(INT32, WIDTH), [0] * WIDTH)
+    )
 
 
 def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
@@ -69,7 +75,9 @@ def _pick(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
 
 
 def _lane_sums(builder: Any, vectors: list[Any]) -> Any:
-    """Sum over the lanes of each of n vectors (n a power of two, at most 16), as one vector of n floats: neighbours added pairwise."""
+    """Sum over the lanes of each of n vectors (n a power of two, at most 16), as one vector of n floats: neighbours
+    added pairwise.
+    """
     num = len(vectors)
     while len(vectors) > 1:
         even, odd = list(range(0, 2 * WIDTH, 2)), list(range(1, 2 * WIDTH, 2))
@@ -77,7 +85,10 @@ def _lane_sums(builder: Any, vectors: list[Any]) -> Any:
         vectors = [builder.fadd(_pick(builder, a, b, even), _pick(builder, a, b, odd)) for a, b in pairs]
     total, width = vectors[0], WIDTH
     while width > num:
-        total = builder.fadd(_pick(builder, total, total, list(range(0, width, 2))), _pick(builder, total, total, list(range(1, width, 2))))
+        total = builder.fadd(
+            _pick(builder, total, total, list(range(0, width, 2))),
+            _pick(builder, total, total, list(range(1, width, 2))),
+        )
         width //= 2
     return total
 
@@ -88,7 +99,9 @@ def has_feature(name: str) -> bool:
 
 
 def _piece(num_arguments: int, emit: Callable[..., None]) -> Any:
-    """A numba function of `num_arguments` int64 arguments without result, whose body `emit(builder, *arguments)` writes."""
+    """A numba function of `num_arguments` int64 arguments without result, whose body `emit(builder, *arguments)`
+    writes.
+    """
     signature = types.void(*[types.int64] * num_arguments)
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
@@ -119,9 +132,11 @@ def _piece(num_arguments: int, emit: Callable[..., None]) -> Any:
 
 
 def make_dot_keys(head_dim: int, group: int, score_stride: int, bf16: bool) -> tuple[Any, int]:
-    """(piece, n): piece(q, keys, scores) dots `group` rows of q [group, head_dim] with n rows of cached keys [n, head_dim].
+    """(piece, n): piece(q, keys, scores) dots `group` rows of q [group, head_dim] with n rows of cached keys [n,
+    head_dim].
 
-    Head g's n results go to scores + g * score_stride floats. n divides 16: as many keys as keep all sums in 24 registers.
+    Head g's n results go to scores + g * score_stride floats. n divides 16: as many keys as keep all sums in 24
+    registers.
     """
     num = 16
     while num > 1 and num * group > 24:
@@ -143,7 +158,8 @@ def make_dot_keys(head_dim: int, group: int, score_stride: int, bf16: bool) -> t
 
 
 def make_weigh_values(head_dim: int, group: int, score_stride: int, bf16: bool, num: int) -> Any:
-    """piece(weights, values, acc): acc [group, head_dim] += weights @ values for `num` rows of cached values [num, head_dim].
+    """piece(weights, values, acc): acc [group, head_dim] += weights @ values for `num` rows of cached values [num,
+    head_dim].
 
     Head g's `num` weights stand at weights + g * score_stride floats.
     """
@@ -197,7 +213,8 @@ def make_widen_row(head_dim: int, bf16: bool) -> Any:
 
 
 def make_product(num_columns: int, a_stride: int, b_stride: int, c_stride: int) -> Any:
-    """piece(a, b, c): c [8, num_columns] += a [8, 16] @ b [16, num_columns]; rows of each lie their stride (in floats) apart.
+    """piece(a, b, c): c [8, num_columns] += a [8, 16] @ b [16, num_columns]; rows of each lie their stride (in floats)
+    apart.
 
     num_columns: 16 or 32, so that c stays in registers.
     """
@@ -218,7 +235,8 @@ def make_product(num_columns: int, a_stride: int, b_stride: int, c_stride: int) 
 
 
 def make_dots(num_rows: int, num_columns: int, num_terms: int, pairs: bool) -> Any:
-    """piece(x, weights, out, stride): dots `num_rows` rows of x with `num_columns` rows of weights, all bf16 [., num_terms], in float32.
+    """piece(x, weights, out, stride): dots `num_rows` rows of x with `num_columns` rows of weights, all bf16 [.,
+    num_terms], in float32.
 
     Row r's results go to out + r * `stride` floats. num_terms: a multiple of 32, num_columns: 1, 2 or 4. `pairs`: by
     the instructions of avx512bf16.
@@ -274,13 +292,20 @@ def _widened_step(builder: Any, x: Any, weights: Any, row_bytes: int, sums: list
 
 
 def make_prefetch(num_bytes: int) -> Any:
-    """piece(address, _): asks for `num_bytes` from there, one 64-byte line at a time; the hardware stops at every 4 KiB page."""
+    """piece(address, _): asks for `num_bytes` from there, one 64-byte line at a time; the hardware stops at every 4 KiB
+    page.
+    """
 
     def emit(builder: Any, address: Any, _unused: Any) -> None:
         byte = ir.IntType(8).as_pointer()
         kind = ir.FunctionType(ir.VoidType(), [byte, INT32, INT32, INT32])
-        prefetch = builder.module.globals.get("llvm.prefetch.p0") or ir.Function(builder.module, kind, "llvm.prefetch.p0")
+        prefetch = builder.module.globals.get("llvm.prefetch.p0") or ir.Function(
+            builder.module, kind, "llvm.prefetch.p0"
+        )
         for offset in range(0, num_bytes, 64):
-            builder.call(prefetch, [_at(builder, address, offset, ir.IntType(8)), *(ir.Constant(INT32, flag) for flag in (0, 3, 1))])
+            builder.call(
+                prefetch,
+                [_at(builder, address, offset, ir.IntType(8)), *(ir.Constant(INT32, flag) for flag in (0, 3, 1))],
+            )
 
     return _piece(2, emit)

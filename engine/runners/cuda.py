@@ -1,10 +1,13 @@
-"""The real model on a GPU: cuBLAS for its linears, our Triton kernels for all else, attention over a block-major paged cache.
+"""The real model on a GPU: cuBLAS for its linears, our Triton kernels for all else, attention over a block-major paged
+cache.
 
 0. Blocks of preempted sequences are copied to the host and back, in the order of the device's work.
-1. `plan_step` lays the batch flat, as on the CPU; one copy brings all of its numbers to the device, those for sampling too.
+1. `plan_step` lays the batch flat, as on the CPU; one copy brings all of its numbers to the device, those for sampling
+   too.
 2. Tokens that the step before is still choosing are taken from its output on the device.
 3. The layers; decodes alone as a padded CUDA graph where there is one of their size (cuda_graphs.py).
-4. One token is chosen after each that samples, and copied to the host. `launch` returns here; nothing has waited for the device.
+4. One token is chosen after each that samples, and copied to the host. `launch` returns here; nothing has waited for
+   the device.
 5. `result` waits for that copy. Where drafts were verified, those that were chosen too stand.
 
 Work of two steps may be under way at once: the device takes it in the order in which it was launched.
@@ -23,7 +26,14 @@ from engine.runner import Batch, StepOutput
 from engine.runners.cuda_copies import DeviceEvent, SwapCopies, fetch, upload
 from engine.runners.cuda_forward import DeviceStep, forward
 from engine.runners.cuda_graphs import TOKEN_IDS, DecodeGraphs, packed_decodes
-from engine.runners.cuda_sampling import NO_SAMPLING_METADATA, Arrays, DeviceSamplingMetadata, choose, device_sampling_metadata, reports
+from engine.runners.cuda_sampling import (
+    NO_SAMPLING_METADATA,
+    Arrays,
+    DeviceSamplingMetadata,
+    choose,
+    device_sampling_metadata,
+    reports,
+)
 from engine.runners.drafts import accept
 from engine.runners.host_copies import nothing_sampled
 from engine.runners.step_plan import StepPlan, plan_step
@@ -45,16 +55,29 @@ def _block_shape(model: LlamaModel, block_size: int) -> tuple[int, ...]:
 
 
 class DeviceLost(Exception):
-    """The driver reports an error after which this process computes no more. No RuntimeError: the engine must end, and is replaced."""
+    """The driver reports an error after which this process computes no more. No RuntimeError: the engine must end, and
+    is replaced.
+    """
 
 
 class LaunchedStep:
     """`finish` makes the output once the marks have passed."""
 
     def __init__(
-        self, begun: DeviceEvent, swapped: DeviceEvent, ended: DeviceEvent, swapped_bytes: int, finish: Callable[[], StepOutput]
+        self,
+        begun: DeviceEvent,
+        swapped: DeviceEvent,
+        ended: DeviceEvent,
+        swapped_bytes: int,
+        finish: Callable[[], StepOutput],
     ) -> None:
-        self._begun, self._swapped, self._ended, self._swapped_bytes, self._finish = begun, swapped, ended, swapped_bytes, finish
+        self._begun, self._swapped, self._ended, self._swapped_bytes, self._finish = (
+            begun,
+            swapped,
+            ended,
+            swapped_bytes,
+            finish,
+        )
 
     def result(self) -> StepOutput:
         """Waits for the device. From any thread, once."""
@@ -70,11 +93,13 @@ class LaunchedStep:
 
 
 class CUDARunner:
-    """`model` and `cache` (flat uint8, owned by the caller, block-major, used in place) lie on one device, the one torch computes on now.
+    """`model` and `cache` (flat uint8, owned by the caller, block-major, used in place) lie on one device, the one
+    torch computes on now.
 
-    `graph_sizes`, ascending: numbers of decodes for which a step is captured, here and now. On CPU tensors Triton's interpreter computes
-    all of this, for tests.
-    Raises CapacityError as `TorchCPURunner` does, ConfigError for shapes that the kernels do not take or where they cannot run.
+    `graph_sizes`, ascending: numbers of decodes for which a step is captured, here and now. On CPU tensors Triton's
+    interpreter computes all of this, for tests.
+    Raises CapacityError as `TorchCPURunner` does, ConfigError for shapes that the kernels do not take or where they
+    cannot run.
     """
 
     def __init__(
@@ -91,13 +116,19 @@ class CUDARunner:
         _check_shapes(model, block_size)
         size = block_bytes(model, block_size)
         if cache.numel() % size or cache.numel() < 2 * size:
-            raise CapacityError(f"KV cache: {cache.numel()} bytes, expected a multiple of {size} and at least two blocks")
+            raise CapacityError(
+                f"KV cache: {cache.numel()} bytes, expected a multiple of {size} and at least two blocks"
+            )
         self.model, self.block_size, self.device = model, block_size, cache.device
         self.cache = cache.view(model.dtype).view(-1, *_block_shape(model, block_size))
-        self.num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count if self.device.type == "cuda" else 1
+        self.num_sms = (
+            torch.cuda.get_device_properties(self.device).multi_processor_count if self.device.type == "cuda" else 1
+        )
         self._copies = SwapCopies(cache.view(-1, size), num_host_blocks)
         self._last = torch.zeros(0, dtype=torch.int32, device=self.device)
-        """[num_rows] the newest token of every row, for batches in which it is still pending; not kept with drafts, where none ever is."""
+        """[num_rows] the newest token of every row, for batches in which it is still pending; not kept with drafts,
+        where none ever is.
+        """
         with torch.inference_mode():
             self._graphs = DecodeGraphs(
                 lambda step: forward(self.model, self.cache, step),
@@ -176,7 +207,10 @@ def _step_arrays(plan: StepPlan, batch: Batch, size: int | None) -> Arrays:
     if size is not None:
         arrays["packed"] = packed_decodes(plan, size)
     else:
-        arrays |= {name: getattr(plan, name).astype(np.int32) for name in ("token_ids", "positions", "slots", "starts", "contexts")}
+        arrays |= {
+            name: getattr(plan, name).astype(np.int32)
+            for name in ("token_ids", "positions", "slots", "starts", "contexts")
+        }
     if batch.num_drafts is None:
         arrays["sampled_rows"] = batch.rows[plan.sampled].astype(np.int64)
     if batch.pending is not None:
@@ -195,6 +229,9 @@ def _sampling_metadata(plan: StepPlan, batch: Batch, vocab_size: int) -> DeviceS
 
 def _check_shapes(model: LlamaModel, block_size: int) -> None:
     if model.config.head_dim not in HEAD_DIMS:
-        raise ConfigError(f"head_dim: {model.config.head_dim}, GPU kernels take {', '.join(map(str, HEAD_DIMS))}; choose `device: cpu`")
+        raise ConfigError(
+            f"head_dim: {model.config.head_dim}, GPU kernels take {', '.join(map(str, HEAD_DIMS))}; choose `device: "
+            "cpu`"
+        )
     if block_size & (block_size - 1):
         raise ConfigError(f"block_size: {block_size}, GPU kernels take powers of two")

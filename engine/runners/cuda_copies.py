@@ -1,7 +1,7 @@
 """A step's copies between host and GPU, and marks in the GPU's stream. On CPU tensors, for tests, the same at once.
 
-Pinned memory comes from torch's host allocator, which gives a piece out again only when the copies that it was used for have ended: steps
-in flight never share one.
+Pinned memory comes from torch's host allocator, which gives a piece out again only when the copies that it was used for
+have ended: steps in flight never share one.
 """
 
 import time
@@ -45,7 +45,9 @@ class DeviceEvent:
 
 
 def upload(arrays: Mapping[str, npt.NDArray[Any]], device: torch.device) -> dict[str, torch.Tensor]:
-    """Arrays (int32, int64 or float32) as tensors on the device, all by one copy, which is not waited for. They are read at once."""
+    """Arrays (int32, int64 or float32) as tensors on the device, all by one copy, which is not waited for. They are
+    read at once.
+    """
     offsets, num_bytes = [], 0
     for array in arrays.values():
         offsets.append(num_bytes)
@@ -70,17 +72,24 @@ def fetch(tensor: torch.Tensor) -> npt.NDArray[Any]:
 
 
 class SwapCopies:
-    """`cache`: [num_blocks, block_bytes], the runner's own; the host blocks, pinned, look the same. Touched only when a batch says so."""
+    """`cache`: [num_blocks, block_bytes], the runner's own; the host blocks, pinned, look the same. Touched only when a
+    batch says so.
+    """
 
     def __init__(self, cache: torch.Tensor, num_host_blocks: int) -> None:
         self._cache = cache
-        self.host = torch.empty((num_host_blocks, cache.shape[1]), dtype=cache.dtype, pin_memory=cache.device.type == "cuda")
+        self.host = torch.empty(
+            (num_host_blocks, cache.shape[1]), dtype=cache.dtype, pin_memory=cache.device.type == "cuda"
+        )
         """[num_host_blocks, block_bytes]"""
 
     def launch(self, batch: Batch) -> int:
         """Copies out, then in, before what is launched next. Returns bytes, each counted once."""
         num_blocks = 0
-        for pairs, source, destination in ((batch.swap_out, self._cache, self.host), (batch.swap_in, self.host, self._cache)):
+        for pairs, source, destination in (
+            (batch.swap_out, self._cache, self.host),
+            (batch.swap_in, self.host, self._cache),
+        ):
             if pairs is not None:
                 num_blocks += len(pairs)
                 for source_block, destination_block in pairs.tolist():

@@ -1,7 +1,8 @@
-"""The model's layers on a GPU: cuBLAS between our own kernels. Nothing here waits for the device, so that a graph can record it.
+"""The model's layers on a GPU: cuBLAS between our own kernels. Nothing here waits for the device, so that a graph can
+record it.
 
-The residual stream is float32 whatever the model's dtype, as on the CPU, so that both round alike. Beside bf16 that is 12 bytes per element
-and norm instead of 8: little against a layer's weights in a decode, or its matmuls in a prompt.
+The residual stream is float32 whatever the model's dtype, as on the CPU, so that both round alike. Beside bf16 that is
+12 bytes per element and norm instead of 8: little against a layer's weights in a decode, or its matmuls in a prompt.
 """
 
 from dataclasses import dataclass
@@ -39,7 +40,9 @@ class DeviceStep:
 
 
 def forward(model: LlamaModel, cache: torch.Tensor, step: DeviceStep) -> torch.Tensor | None:
-    """What goes into the model's head, [L, hidden] in its dtype; None if L is 0. Writes the step's KV into `cache` (as in TorchOps)."""
+    """What goes into the model's head, [L, hidden] in its dtype; None if L is 0. Writes the step's KV into `cache` (as
+    in TorchOps).
+    """
     config = model.config
     eps = config.rms_norm_eps
     h = torch.nn.functional.embedding(step.token_ids, model.embed).float()

@@ -1,7 +1,9 @@
-"""Steps of decodes alone at a few sizes, padded up to the next one and replayed as a CUDA graph: hundreds of launches become one.
+"""Steps of decodes alone at a few sizes, padded up to the next one and replayed as a CUDA graph: hundreds of launches
+become one.
 
-Graphs read what does not move: one small buffer per size, and block tables of full width that all sizes share. A step is packed for its
-size on the host and copied there. On CPU tensors nothing is captured; the padded step is then computed as any other.
+Graphs read what does not move: one small buffer per size, and block tables of full width that all sizes share. A step
+is packed for its size on the host and copied there. On CPU tensors nothing is captured; the padded step is then
+computed as any other.
 """
 
 from collections.abc import Callable
@@ -19,7 +21,8 @@ Forward = Callable[[DeviceStep], torch.Tensor | None]
 
 
 def packed_decodes(plan: StepPlan | None, size: int) -> Int32:
-    """A step of one token per sequence, and padding up to `size` of them: int32 [5, size + 1 and a little], by the indices above.
+    """A step of one token per sequence, and padding up to `size` of them: int32 [5, size + 1 and a little], by the
+    indices above.
 
     A padding row computes token 0 at position 0, caches nothing and attends to nothing. None: nothing but padding.
     """
@@ -33,10 +36,18 @@ def packed_decodes(plan: StepPlan | None, size: int) -> Int32:
 
 
 class DecodeGraphs:
-    """`max_blocks`: of one sequence. `num_splits`: by size; a graph has it built in, so it is that of the longest contexts."""
+    """`max_blocks`: of one sequence. `num_splits`: by size; a graph has it built in, so it is that of the longest
+    contexts.
+    """
 
     def __init__(
-        self, forward: Forward, sizes: tuple[int, ...], *, max_blocks: int, num_splits: Callable[[int], int], device: torch.device
+        self,
+        forward: Forward,
+        sizes: tuple[int, ...],
+        *,
+        max_blocks: int,
+        num_splits: Callable[[int], int],
+        device: torch.device,
     ) -> None:
         self._forward, self._device = forward, device
         self._tables = torch.zeros(max(sizes, default=0), max_blocks, dtype=torch.int32, device=device)
@@ -53,7 +64,9 @@ class DecodeGraphs:
         return next((size for size in self._steps if size >= num_decodes), None)
 
     def run(self, size: int, packed: torch.Tensor, block_tables: torch.Tensor) -> torch.Tensor:
-        """What goes into the head: [size, hidden], valid until the next run. `packed`: as by `packed_decodes`; `block_tables`: [B, W]."""
+        """What goes into the head: [size, hidden], valid until the next run. `packed`: as by `packed_decodes`;
+        `block_tables`: [B, W].
+        """
         static, step = self._steps[size]
         static.copy_(packed)
         self._tables[: len(block_tables), : block_tables.shape[1]].copy_(block_tables)

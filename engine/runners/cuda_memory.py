@@ -1,8 +1,10 @@
-"""How many KV blocks fit beside the model: the largest step is computed once, and what is left of the GPU's memory then goes to KV.
+"""How many KV blocks fit beside the model: the largest step is computed once, and what is left of the GPU's memory then
+goes to KV.
 
     blocks = (gpu_memory_utilization * total - used - graphs) / block
 
-used      total - free right after that step, torch's reserves kept: weights, activations and logits, CUDA itself, and all that other
+used      total - free right after that step, torch's reserves kept: weights, activations and logits, CUDA itself, and
+          all that other
           processes hold there
 graphs    activations that captured steps keep beside those of ordinary ones, in proportion to the tokens of the largest
 """
@@ -24,7 +26,8 @@ def kv_blocks(*, total_bytes: int, free_bytes: int, graph_bytes: int, utilizatio
     num_bytes = int(utilization * total_bytes) - (total_bytes - free_bytes) - graph_bytes
     if num_bytes < 2 * block_bytes:
         raise CapacityError(
-            f"gpu_memory_utilization: {utilization:g} of {total_bytes} bytes leaves {max(0, num_bytes)} to KV beside the model and its "
+            f"gpu_memory_utilization: {utilization:g} of {total_bytes} bytes leaves {max(0, num_bytes)} to KV beside "
+            "the model and its "
             f"largest step, two blocks need {2 * block_bytes}: lower max_num_batched_tokens or max_num_seqs"
         )
     return num_bytes // block_bytes
@@ -41,7 +44,9 @@ def profiled_blocks(model: LlamaModel, config: EngineConfig) -> int:
     try:
         runner.execute(largest_batch(config))
     except torch.cuda.OutOfMemoryError as error:
-        raise CapacityError(f"max_num_batched_tokens: a step of {config.max_num_batched_tokens} tokens does not fit: {error}") from None
+        raise CapacityError(
+            f"max_num_batched_tokens: a step of {config.max_num_batched_tokens} tokens does not fit: {error}"
+        ) from None
     peak = torch.cuda.max_memory_allocated(device) - before
     free, total = torch.cuda.mem_get_info(device)
     return kv_blocks(
@@ -54,7 +59,9 @@ def profiled_blocks(model: LlamaModel, config: EngineConfig) -> int:
 
 
 def largest_batch(config: EngineConfig) -> Batch:
-    """As many tokens and sequences as a step may have; all of them sample, in every way and after drafts. All in block 1."""
+    """As many tokens and sequences as a step may have; all of them sample, in every way and after drafts. All in block
+    1.
+    """
     num_seqs = config.max_num_seqs
     scheduled = np.full(num_seqs, config.max_num_batched_tokens // num_seqs, np.int32)
     scheduled[: config.max_num_batched_tokens % num_seqs] += 1

@@ -1,4 +1,5 @@
-"""The choice of tokens on a GPU: what `engine/sampling.py` does, by `engine/kernels/sampling.py`. In three parts, as nothing may wait:
+"""The choice of tokens on a GPU: what `engine/sampling.py` does, by `engine/kernels/sampling.py`. In three parts, as
+nothing may wait:
 
 metadata = device_sampling_metadata(...)  on the host, before the step is launched; its arrays travel with all else
 choose(logits, sent, last, metadata)      on the device, behind the model
@@ -41,7 +42,8 @@ class DeviceSamplingMetadata(NamedTuple):
 
     special                   int64 [N], indices in S
     the names in SAMPLED      [N]
-    history, history_rows     int32 [R, longest] known tokens of the rows with penalties, [N] their index; with num_known, answer_bases and
+    history, history_rows     int32 [R, longest] known tokens of the rows with penalties, [N] their index; with
+                              num_known, answer_bases and
                               the names in PENALTIES [N]; only if there are penalties
     biased, bias              int64, float32 [M]: which of N * vocab_size logits change by how much; only if any do
     forbidden                 int64 [F], likewise: cannot be chosen
@@ -65,7 +67,9 @@ def device_sampling_metadata(sampling: SamplingMetadata, contexts: Contexts, voc
     indices = sampling.answer_bases[rows].astype(np.int64) + num_known
     arrays: Arrays = {"special": special, "indices": indices, "seeds": sampling.seeds[rows].view(np.int64)}
     arrays |= {name: getattr(sampling, name)[rows] for name in ("temperatures", "top_ps", "min_ps", "top_ks")}
-    arrays |= _penalties(sampling, rows, num_known, contexts.token_ids) | _exceptions(sampling, rows, indices, vocab_size)
+    arrays |= _penalties(sampling, rows, num_known, contexts.token_ids) | _exceptions(
+        sampling, rows, indices, vocab_size
+    )
     asks = sampling.num_logprobs[rows] >= 0
     if asks.any():
         arrays["asked"] = special[asks]
@@ -111,8 +115,18 @@ def choose(
 
 def reports(metadata: DeviceSamplingMetadata, own: Array, top_token_ids: Array, top: Array) -> dict[int, TokenLogprobs]:
     """By index in S, each as long as was asked. Arrays as in `Logprobs`, on the host."""
-    rows = zip(metadata.asked.tolist(), metadata.num_top.tolist(), own.tolist(), top_token_ids.tolist(), top.tolist(), strict=True)
-    return {index: TokenLogprobs(value, tuple(ids[:count]), tuple(values[:count])) for index, count, value, ids, values in rows}
+    rows = zip(
+        metadata.asked.tolist(),
+        metadata.num_top.tolist(),
+        own.tolist(),
+        top_token_ids.tolist(),
+        top.tolist(),
+        strict=True,
+    )
+    return {
+        index: TokenLogprobs(value, tuple(ids[:count]), tuple(values[:count]))
+        for index, count, value, ids, values in rows
+    }
 
 
 def _penalties(sampling: SamplingMetadata, rows: Int32, num_known: Int32, token_ids: Int32) -> Arrays:
@@ -123,7 +137,9 @@ def _penalties(sampling: SamplingMetadata, rows: Int32, num_known: Int32, token_
     arrays: Arrays = {name: getattr(sampling, name)[rows] for name in PENALTIES}
     return arrays | {
         "history": token_ids[kept, : num_known[changed].max()],
-        "history_rows": np.minimum(np.searchsorted(kept, rows), len(kept) - 1).astype(np.int32),  # any for a row without penalties
+        "history_rows": np.minimum(np.searchsorted(kept, rows), len(kept) - 1).astype(
+            np.int32
+        ),  # any for a row without penalties
         "num_known": num_known,
         "answer_bases": sampling.answer_bases[rows],
     }

@@ -22,7 +22,9 @@ def nothing_sampled(swapped_bytes: int, swap_seconds: float) -> StepOutput:
 
 
 class HostCopies:
-    """`cache`: [num_blocks, ...], the runner's own; the host blocks have the same shape and type. Touched only when a batch says so."""
+    """`cache`: [num_blocks, ...], the runner's own; the host blocks have the same shape and type. Touched only when a
+    batch says so.
+    """
 
     def __init__(self, cache: npt.NDArray[Any], num_host_blocks: int, clock: Clock = time.perf_counter) -> None:
         self._cache = cache
@@ -31,12 +33,17 @@ class HostCopies:
         self._clock = clock
 
     def run(self, batch: Batch) -> tuple[int, float]:
-        """Copies out, then in, before anything of the batch is written. Returns (bytes, seconds), each byte counted once."""
+        """Copies out, then in, before anything of the batch is written. Returns (bytes, seconds), each byte counted
+        once.
+        """
         if batch.swap_out is None and batch.swap_in is None:
             return 0, 0.0
         started_at = self._clock()
         num_blocks = 0
-        for pairs, source, destination in ((batch.swap_out, self._cache, self.host), (batch.swap_in, self.host, self._cache)):
+        for pairs, source, destination in (
+            (batch.swap_out, self._cache, self.host),
+            (batch.swap_in, self.host, self._cache),
+        ):
             if pairs is not None:
                 num_blocks += len(pairs)
                 for source_block, destination_block in pairs.tolist():

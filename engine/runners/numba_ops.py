@@ -18,7 +18,9 @@ Array = npt.NDArray[np.generic]
 
 
 class NumbaOps:
-    """`cache` as in `TorchOps`. Compiles its kernels when made (seconds the first time, then from disk); `num_threads` are torch's own."""
+    """`cache` as in `TorchOps`. Compiles its kernels when made (seconds the first time, then from disk); `num_threads`
+    are torch's own.
+    """
 
     def __init__(self, model: LlamaModel, cache: torch.Tensor, *, num_threads: int) -> None:
         config = model.config
@@ -33,12 +35,18 @@ class NumbaOps:
         self._weights = {id(norm): norm.float().numpy() for norm in (*norms, model.norm)}
         heads = (config.num_heads, config.num_kv_heads)
         self._qk_norms = [
-            None if layer.qk_norm is None else layer.qk_norm.float().repeat_interleave(torch.tensor(heads), dim=0).numpy()
+            None
+            if layer.qk_norm is None
+            else layer.qk_norm.float().repeat_interleave(torch.tensor(heads), dim=0).numpy()
             for layer in model.layers
         ]
         """By layer: [num_heads + num_kv_heads, head_dim]"""
-        self._work = np.zeros((self._num_threads, cpu_kernels.scratch_elements(config.head_dim, self._group)), dtype=np.float32)
-        self._attention = cpu_kernels.make_attention(config.head_dim, self._group, self._block_size, model.dtype is torch.bfloat16)
+        self._work = np.zeros(
+            (self._num_threads, cpu_kernels.scratch_elements(config.head_dim, self._group)), dtype=np.float32
+        )
+        self._attention = cpu_kernels.make_attention(
+            config.head_dim, self._group, self._block_size, model.dtype is torch.bfloat16
+        )
         self._head = cpu_head.make_head(config.hidden_size) if _has_head(model) else None
         self._grow(16)
         with one_compiles(cpu_kernels.SOURCES):
@@ -119,9 +127,11 @@ def _has_head(model: LlamaModel) -> bool:
 
 
 def work_items(plan: StepPlan, num_kv_heads: int, tile_tokens: int, num_bins: int) -> tuple[Int64, Int64]:
-    """Attention's work as the kernel reads it: items [N, 5] in bin order, and the bounds of `num_bins` bins of about equal cost.
+    """Attention's work as the kernel reads it: items [N, 5] in bin order, and the bounds of `num_bins` bins of about
+    equal cost.
 
-    An item is up to `tile_tokens` tokens of one sequence for one KV head; its cost is taken as tokens * keys, plus a little.
+    An item is up to `tile_tokens` tokens of one sequence for one KV head; its cost is taken as tokens * keys, plus a
+    little.
     """
     scheduled = np.diff(plan.starts)
     tiles = -(-scheduled // tile_tokens)

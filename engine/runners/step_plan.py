@@ -29,7 +29,9 @@ class StepPlan:
     num_drafts: Int64
     """[S] drafts at the end of each of them."""
     sampled_tokens: Int64
-    """[L] tokens after which one is chosen, as indices into the T tokens: the last known one of each of them, then its drafts."""
+    """[L] tokens after which one is chosen, as indices into the T tokens: the last known one of each of them, then its
+    drafts.
+    """
 
 
 def plan_step(batch: Batch, block_size: int) -> StepPlan:

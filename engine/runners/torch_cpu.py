@@ -2,10 +2,12 @@
 
 0. Blocks of preempted sequences are copied to the host, and back for those that go on.
 1. `plan_step` lays the batch flat: T tokens of B sequences, prompt chunks and decodes alike.
-2. Each layer computes all T tokens at once; attention writes K and V into the sequences' blocks, then reads them by block table.
-3. After the last layer's attention only the tokens that sample go on: of each sequence whose chunk ends it the last known one, and its
-   drafts.
-4. One token is chosen after each (engine/sampling.py); where drafts were verified, those that were chosen too stand: the step's output.
+2. Each layer computes all T tokens at once; attention writes K and V into the sequences' blocks, then reads them by
+   block table.
+3. After the last layer's attention only the tokens that sample go on: of each sequence whose chunk ends it the last
+   known one, and its drafts.
+4. One token is chosen after each (engine/sampling.py); where drafts were verified, those that were chosen too stand:
+   the step's output.
 """
 
 import time
@@ -26,15 +28,20 @@ from protocol.errors import CapacityError
 class TorchCPURunner:
     """`cache`: flat uint8, owned by the caller (who may share it with other processes) and used in place; block-major.
 
-    Sets torch's thread count for the whole process. Raises CapacityError if `cache` is no whole number of blocks, or of fewer than 2.
+    Sets torch's thread count for the whole process. Raises CapacityError if `cache` is no whole number of blocks, or of
+    fewer than 2.
     """
 
-    def __init__(self, model: LlamaModel, cache: torch.Tensor, *, block_size: int, num_threads: int, num_host_blocks: int = 0) -> None:
+    def __init__(
+        self, model: LlamaModel, cache: torch.Tensor, *, block_size: int, num_threads: int, num_host_blocks: int = 0
+    ) -> None:
         config = model.config
         block_shape = (config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
         block_bytes = int(np.prod(block_shape)) * model.dtype.itemsize
         if cache.numel() % block_bytes or cache.numel() < 2 * block_bytes:
-            raise CapacityError(f"KV cache: {cache.numel()} bytes, expected a multiple of {block_bytes} and at least two blocks")
+            raise CapacityError(
+                f"KV cache: {cache.numel()} bytes, expected a multiple of {block_bytes} and at least two blocks"
+            )
         torch.set_num_threads(num_threads)
         self.model, self.block_size = model, block_size
         self.cache = cache.view(model.dtype).view(-1, *block_shape)
@@ -94,4 +101,8 @@ def _make_ops(model: LlamaModel, cache: torch.Tensor, num_threads: int) -> CPUOp
         from engine.runners.numba_ops import NumbaOps, supports
     except ImportError:
         return TorchOps(model, cache)
-    return NumbaOps(model, cache, num_threads=num_threads) if supports(model.config.head_dim, cache.shape[4]) else TorchOps(model, cache)
+    return (
+        NumbaOps(model, cache, num_threads=num_threads)
+        if supports(model.config.head_dim, cache.shape[4])
+        else TorchOps(model, cache)
+    )

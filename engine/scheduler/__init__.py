@@ -1,1 +1,3 @@
-"""Which tokens of which sequences run in the next step, and in which blocks: decided without devices (scheduler.py, the pass)."""
+"""Which tokens of which sequences run in the next step, and in which blocks: decided without devices (scheduler.py, the
+pass).
+"""

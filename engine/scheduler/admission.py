@@ -1,4 +1,6 @@
-"""The second part of a schedule: who enters. Arrived sequences first, then the line, whose head alone is ever looked at."""
+"""The second part of a schedule: who enters. Arrived sequences first, then the line, whose head alone is ever looked
+at.
+"""
 
 from engine.scheduler.block_manager import NO_BLOCKS
 from engine.scheduler.loops_blocks import BlockIds
@@ -18,20 +20,25 @@ def check_servable(state: SchedulerState, request: Request) -> None:
     if request.max_tokens < 1:
         raise InvalidRequest("max_tokens", request.max_tokens, "at least 1")
     if num_prompt > config.max_model_len - 1:
-        raise InvalidRequest("prompt_token_ids", num_prompt, f"at most max_model_len - 1 = {config.max_model_len - 1} tokens")
+        raise InvalidRequest(
+            "prompt_token_ids", num_prompt, f"at most max_model_len - 1 = {config.max_model_len - 1} tokens"
+        )
     known = _num_remote_tokens(request) if request.kv == "remote" else num_prompt
     if state.num_blocks(known) > state.blocks.num_usable:
         room = state.blocks.num_usable * config.block_size
         raise InvalidRequest("prompt_token_ids", num_prompt, f"the KV pool holds {room} tokens")
     whole = not config.enable_chunked_prefill and request.kv != "remote" and not request.offset
     if whole and num_prompt > config.max_num_batched_tokens:
-        limit = f"at most max_num_batched_tokens = {config.max_num_batched_tokens} tokens while enable_chunked_prefill is off"
+        limit = (
+            f"at most max_num_batched_tokens = {config.max_num_batched_tokens} tokens while enable_chunked_prefill is "
+            "off"
+        )
         raise InvalidRequest("prompt_token_ids", num_prompt, limit)
 
 
 def seat_arrived(state: SchedulerState, budget: int) -> int:
-    """Seats arrived sequences, with 1 token each, while there are seats and tokens; their blocks hold the next token too. Returns what is
-    left of the budget."""
+    """Seats arrived sequences, with 1 token each, while there are seats and tokens; their blocks hold the next token
+    too. Returns what is left of the budget."""
     while state.arrived and budget > 0 and state.has_seat():
         sequence = state.arrived.popleft()
         position = _seat(state, sequence, sequence.num_first, sequence.blocks, hashed=sequence.num_first)
@@ -73,7 +80,8 @@ def _admit(state: SchedulerState, sequence: Sequence, budget: int, *, alone: boo
     if config.long_prefill_token_threshold and not alone:
         num = min(num, config.long_prefill_token_threshold)
     if not config.enable_chunked_prefill and budget < num <= config.max_num_batched_tokens:
-        return 0  # an answer that has outgrown the whole budget is cut all the same when it goes on: it would wait for ever
+        # an answer that has outgrown the whole budget is cut all the same when it goes on: it would wait for ever
+        return 0
     num = min(num, budget)
     first = state.num_blocks(computed + num)
     full = first if config.prompt_reservation == "none" else state.num_blocks(known)
@@ -124,7 +132,9 @@ def _lookup(state: SchedulerState, sequence: Sequence, max_num_tokens: int) -> I
 
 
 def _allocate(state: SchedulerState, room: int, count: int, hits: Int32) -> BlockIds | None:
-    """`count` blocks, `hits` first, if there is room for `room` blocks, and the watermark to spare while anything runs."""
+    """`count` blocks, `hits` first, if there is room for `room` blocks, and the watermark to spare while anything
+    runs.
+    """
     spare = int(state.config.watermark * state.blocks.num_blocks) if len(state.table) else 0
     return state.blocks.allocate_if(room + spare, count, hits)
 

@@ -1,10 +1,11 @@
 """Who owns each KV block: references, the free queue, the prefix cache, and blocks that a step in flight still uses.
 
-A block is in exactly one of four places: *owned* (references > 0), *blank* (free, content worthless), *cached* (free, content
-findable by hash until the block is taken), or *quarantined* (no reference left, but a step in flight may still touch it).
-Block 0 is never used. Blank blocks are taken first, then cached ones, least recently freed first.
+A block is in exactly one of four places: *owned* (references > 0), *blank* (free, content worthless), *cached* (free,
+content findable by hash until the block is taken), or *quarantined* (no reference left, but a step in flight may still
+touch it). Block 0 is never used. Blank blocks are taken first, then cached ones, least recently freed first.
 
-Lists of blocks may be any sequences of ints; int32 arrays cost least. Hashes are int32 [n, 4], as in protocol/block_hash.py.
+Lists of blocks may be any sequences of ints; int32 arrays cost least. Hashes are int32 [n, 4], as in
+protocol/block_hash.py.
 """
 
 from collections import deque
@@ -19,7 +20,9 @@ from protocol.block_hash import HASH_WORDS, from_rows
 from protocol.errors import ProtocolError
 
 MAX_LOGGED_HASHES = 65536
-"""Cache changes kept for the next status; beyond it the oldest are dropped: a router that misses some only routes less well."""
+"""Cache changes kept for the next status; beyond it the oldest are dropped: a router that misses some only routes less
+well.
+"""
 
 MAX_SERIAL = 2**31 - 1
 
@@ -28,7 +31,9 @@ NO_BLOCKS = BlockIds(np.zeros(0, np.int32))
 
 
 class BlockManager:
-    """All KV blocks of one engine. `free` may be called by whoever owns references outside the scheduler (leases, revoked prompts)."""
+    """All KV blocks of one engine. `free` may be called by whoever owns references outside the scheduler (leases,
+    revoked prompts).
+    """
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 2:
@@ -51,8 +56,8 @@ class BlockManager:
         self._quarantine: deque[tuple[int, int, BlockIds]] = deque()
         """(last step that may touch them, serial number, blocks), oldest first."""
         self._serial = 0
-        """Of the last release under a step in flight. Each block carries that of the one that is to free it: the last, if it was hit
-        and released again meanwhile."""
+        """Of the last release under a step in flight. Each block carries that of the one that is to free it: the last,
+        if it was hit and released again meanwhile."""
 
     # ---- counts
 
@@ -97,7 +102,9 @@ class BlockManager:
         return taken if loops_blocks.take(*self.arrays, taken, len(hits), room) else None
 
     def release(self, blocks: Seq[int] | Int32) -> None:
-        """Gives up one reference to each block of one owner, given in sequence order (no block twice); the tail becomes reusable first."""
+        """Gives up one reference to each block of one owner, given in sequence order (no block twice); the tail becomes
+        reusable first.
+        """
         given = np.asarray(blocks, np.int32)
         serial, kept = 0, NO_BLOCKS
         if self._num_scheduled > self._num_committed:
@@ -167,7 +174,9 @@ class BlockManager:
         return bool(self.references()[np.asarray(block_ids, np.int32)].all())
 
     def take_hash_changes(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """Hashes (added, removed) since the last call, each at most `MAX_LOGGED_HASHES`; one in both lists may be either now."""
+        """Hashes (added, removed) since the last call, each at most `MAX_LOGGED_HASHES`; one in both lists may be
+        either now.
+        """
         counts = self._counts[[loops_blocks.NUM_ADDED, loops_blocks.NUM_REMOVED]].tolist()
         self._counts[[loops_blocks.NUM_ADDED, loops_blocks.NUM_REMOVED]] = 0
         added, removed = (from_rows(log[: min(count, len(log))]) for log, count in zip(self._log, counts, strict=True))
@@ -180,7 +189,10 @@ class BlockManager:
 
     def check(self) -> None:
         """Every block is in exactly one place. Raises ProtocolError."""
-        references, named = self._blocks[:, loops_blocks.REFERENCES], self._blocks[:, loops_blocks.TWIN] != loops_blocks.UNNAMED
+        references, named = (
+            self._blocks[:, loops_blocks.REFERENCES],
+            self._blocks[:, loops_blocks.TWIN] != loops_blocks.UNNAMED,
+        )
         free = self.free_in_order()
         if len(set(free)) != len(free) or 0 in free or references[free].any():
             raise ProtocolError("a free block is owned, listed twice, or block 0")

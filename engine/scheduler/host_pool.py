@@ -1,7 +1,7 @@
 """Blocks in host memory that hold the KV of preempted sequences until they run again; numbered from 0.
 
-Blocks are taken only while no step is in flight. So whatever step copies out of a block or into it has committed before the block can
-have another owner, however early it is released.
+Blocks are taken only while no step is in flight. So whatever step copies out of a block or into it has committed before
+the block can have another owner, however early it is released.
 """
 
 from collections.abc import Sequence as Seq

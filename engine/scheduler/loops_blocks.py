@@ -1,15 +1,15 @@
 """The loops over blocks, compiled: a step that lets two sequences in and two out moves some two hundred blocks.
 
-Plain loops over arrays, so that they run as they stand where numba is absent: slower, with the same results. Compiled when the
-first `BlockManager` is made. Bounds are not checked: callers know their blocks.
+Plain loops over arrays, so that they run as they stand where numba is absent: slower, with the same results. Compiled
+when the first `BlockManager` is made. Bounds are not checked: callers know their blocks.
 
-Every function begins with arrays of the block manager (N blocks). Each kind of array has a type of its own, which the type checker tells
-from the others, so that no two can change places:
+Every function begins with arrays of the block manager (N blocks). Each kind of array has a type of its own, which the
+type checker tells from the others, so that no two can change places:
 
-- `Blocks` int32 [N, 8]: the columns below. Block 0 is never used: its links are the two ends of the ring of cached blocks, its hash is
-  the one that is being looked for.
-- `Index` int32 [a power of two >= 1.5 N, 2]: block by hash, the oldest of those that share one, and the hash's first word. Open
-  addressing: a hash is looked for from slot `first word & mask` on, up to the first empty one (block 0).
+- `Blocks` int32 [N, 8]: the columns below. Block 0 is never used: its links are the two ends of the ring of cached
+  blocks, its hash is the one that is being looked for.
+- `Index` int32 [a power of two >= 1.5 N, 2]: block by hash, the oldest of those that share one, and the hash's first
+  word. Open addressing: a hash is looked for from slot `first word & mask` on, up to the first empty one (block 0).
 - `Counts` int64: the counts below.
 - `Log` int32 [2, M, 4]: the last M hashes that became findable, and the last M that ceased to be. Rings.
 """
@@ -204,8 +204,8 @@ def count_free(blocks: Blocks, among: Int32) -> int:
 
 @compiled_loop(SOURCES)
 def take(blocks: Blocks, index: Index, counts: Counts, log: Log, taken: BlockIds, num_found: int, room: int) -> int:
-    """One more reference to each of the first `num_found` of `taken`; free blocks fill the rest of it. Returns 1; 0, changing nothing, if
-    there were not enough for `room` blocks, those found included."""
+    """One more reference to each of the first `num_found` of `taken`; free blocks fill the rest of it. Returns 1; 0,
+    changing nothing, if there were not enough for `room` blocks, those found included."""
     if room - num_found + count_free(blocks, taken[:num_found]) > counts[NUM_BLANK] + counts[NUM_CACHED]:
         return 0
     for block in taken[:num_found]:
@@ -222,8 +222,10 @@ def take(blocks: Blocks, index: Index, counts: Counts, log: Log, taken: BlockIds
 
 @compiled_loop(SOURCES)
 def release(blocks: Blocks, counts: Counts, given: Int32, serial: int, kept: BlockIds) -> int:
-    """One reference less to each of `given`, from the last to the first. Those left without one are free, or with a `serial` (> 0) kept
-    back under it and written to `kept` (as long as `given`). Returns how many were; -1 - i, changing nothing, if nobody owns given[i]."""
+    """One reference less to each of `given`, from the last to the first. Those left without one are free, or with a
+    `serial` (> 0) kept back under it and written to `kept` (as long as `given`). Returns how many were; -1 - i,
+    changing nothing, if nobody owns given[i].
+    """
     for i in range(len(given)):
         if given[i] < 1 or given[i] >= len(blocks) or blocks[given[i], REFERENCES] <= 0:
             return -1 - i
@@ -254,7 +256,9 @@ def free_kept(blocks: Blocks, counts: Counts, kept: BlockIds, serial: int) -> No
 
 @compiled_loop(SOURCES)
 def find(blocks: Blocks, index: Index, wanted: Int32, found: BlockIds) -> int:
-    """Writes the blocks that hold a chain of hashes [n, 4] to `found` [n], up to the first that none holds. Returns their number."""
+    """Writes the blocks that hold a chain of hashes [n, 4] to `found` [n], up to the first that none holds. Returns
+    their number.
+    """
     for i in range(len(wanted)):
         _write_hash(blocks, 0, wanted, i)
         found[i] = index[_slot(blocks, index, 0), 0]
@@ -286,7 +290,12 @@ def forget(blocks: Blocks, index: Index, counts: Counts, log: Log, forgotten: In
 def compile_all() -> None:
     """Calls every loop once, with nothing to do."""
     ids, hashes = BlockIds(np.zeros(0, np.int32)), np.zeros((0, 0), np.int32)
-    blocks, index, counts, log = Blocks(hashes), Index(hashes), Counts(np.zeros(NUM_COUNTS, np.int64)), Log(np.zeros((0, 0, 0), np.int32))
+    blocks, index, counts, log = (
+        Blocks(hashes),
+        Index(hashes),
+        Counts(np.zeros(NUM_COUNTS, np.int64)),
+        Log(np.zeros((0, 0, 0), np.int32)),
+    )
     put_compiled(globals())
     with one_compiles(SOURCES):
         take(blocks, index, counts, log, ids, 0, 0)

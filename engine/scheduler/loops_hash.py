@@ -1,7 +1,7 @@
 """The hash of one block for the loops: blake2b-128 as in RFC 7693, over the parent's hash and the block's tokens.
 
-hashlib takes three times as long, most of it for objects, and a step of 1,024 sequences fills 64 blocks. Where numba is absent it does it
-all the same.
+hashlib takes three times as long, most of it for objects, and a step of 1,024 sequences fills 64 blocks. Where numba is
+absent it does it all the same.
 """
 
 from typing import Any, NewType

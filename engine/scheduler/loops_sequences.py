@@ -1,13 +1,15 @@
-"""The loops over running sequences, compiled like those over blocks: a step costs what its sequences are, and not what numpy calls cost.
+"""The loops over running sequences, compiled like those over blocks: a step costs what its sequences are, and not what
+numpy calls cost.
 
 Blocks, Index, Counts, Log: as in loops_blocks.py. Each kind of array has a type of its own here too:
 
 - `State` int32 [NUM_LINES, seats]: the lines below, with an entry per position, as `SequenceTable` describes them.
 - `Slots` int64 [seats]: by position.
-- `TokenIds` int32 [rows, n], `TokenBlocks` (the same cut into blocks) [rows, n, block_size], `BlockTables` [rows, n], `Chains`
-  [rows, n + 1, 4]: by row.
+- `TokenIds` int32 [rows, n], `TokenBlocks` (the same cut into blocks) [rows, n, block_size], `BlockTables` [rows, n],
+  `Chains` [rows, n + 1, 4]: by row.
 - `Positions` int32 [B]: of the sequences of a batch, ascending; -1: has left.
-- `Scheduled` int32 [NUM_SCHEDULED_LINES, B], `Results` int32 [NUM_RESULT_LINES, B]: what `launch` and `append` tell of a batch.
+- `Scheduled` int32 [NUM_SCHEDULED_LINES, B], `Results` int32 [NUM_RESULT_LINES, B]: what `launch` and `append` tell of
+  a batch.
 """
 
 from functools import cache
@@ -85,9 +87,9 @@ def place(
     threshold: int,
     budget: int,
 ) -> int:
-    """Writes to NUM the tokens of the first `count` sequences, each up to `goal_line` (GOAL or ALLOWED) and up to `threshold`, together up
-    to `budget`, and gives them the blocks for these. Returns what is left of the budget; LACKING: blocks, STARVED: some would get no token
-    for want of budget. Then nobody got a block."""
+    """Writes to NUM the tokens of the first `count` sequences, each up to `goal_line` (GOAL or ALLOWED) and up to
+    `threshold`, together up to `budget`, and gives them the blocks for these. Returns what is left of the budget;
+    LACKING: blocks, STARVED: some would get no token for want of budget. Then nobody got a block."""
     row, goal, computed, capacity, num = state[ROW], state[goal_line], state[COMPUTED], state[CAPACITY], state[NUM]
     wanted = 0
     for i in range(count):
@@ -112,11 +114,12 @@ def place(
 
 @compiled_loop(SOURCES)
 def ration(state: State, count: int, threshold: int, budget: int, next_chunk: int) -> None:
-    """Writes to ALLOWED how far each of the first `count` sequences may go where `budget` is not enough for all of their goals.
+    """Writes to ALLOWED how far each of the first `count` sequences may go where `budget` is not enough for all of
+    their goals.
 
-    First the one token of each that lacks, drafts aside, no more than that. Then, while any of these wants a draft, one more token each,
-    round by round in running order, for all that want more. What is left goes to prompts in running order. Drafts also leave alone the
-    `next_chunk` tokens without which nobody new would get in, if there are as many.
+    First the one token of each that lacks, drafts aside, no more than that. Then, while any of these wants a draft, one
+    more token each, round by round in running order, for all that want more. What is left goes to prompts in running
+    order. Drafts also leave alone the `next_chunk` tokens without which nobody new would get in, if there are as many.
     """
     tokens, goal, computed, allowed = state[TOKENS], state[GOAL], state[COMPUTED], state[ALLOWED]
     for i in range(count):
@@ -156,11 +159,19 @@ def name_filled(
     end: int,
     words: UInt64,
 ) -> None:
-    """Makes the blocks findable that NUM more tokens, for the sequences at positions `first` to `end` - 1, fill with `known` tokens.
+    """Makes the blocks findable that NUM more tokens, for the sequences at positions `first` to `end` - 1, fill with
+    `known` tokens.
 
     Hashes not known yet are added to `chains`.
     """
-    row, tokens, computed, edge, chained, num = state[ROW], state[TOKENS], state[COMPUTED], state[EDGE], state[CHAINED], state[NUM]
+    row, tokens, computed, edge, chained, num = (
+        state[ROW],
+        state[TOKENS],
+        state[COMPUTED],
+        state[EDGE],
+        state[CHAINED],
+        state[NUM],
+    )
     size = known.shape[2]
     for i in range(first, end):
         filled = min(computed[i] + num[i], tokens[i])
@@ -184,10 +195,17 @@ def extend(chain: Chain, num_known: int, tokens: Int32, block_size: int, words: 
 def launch(state: State, drafted: int, scheduled: Scheduled, sample: Bool) -> int:
     """Counts NUM tokens of each sequence as computed, `sample` and `scheduled` having room for all that run.
 
-    Writes for each that has tokens whether it samples, and its position, row, tokens, those computed before, and how many of the tokens
-    are not known yet. Returns their number B. `drafted`: 1 if all tokens up to the goal are there.
+    Writes for each that has tokens whether it samples, and its position, row, tokens, those computed before, and how
+    many of the tokens are not known yet. Returns their number B. `drafted`: 1 if all tokens up to the goal are there.
     """
-    row, tokens, goal, computed, cap, num = state[ROW], state[TOKENS], state[GOAL], state[COMPUTED], state[CAP], state[NUM]
+    row, tokens, goal, computed, cap, num = (
+        state[ROW],
+        state[TOKENS],
+        state[GOAL],
+        state[COMPUTED],
+        state[CAP],
+        state[NUM],
+    )
     count = 0
     for i in range(len(sample)):
         if not num[i]:
@@ -223,10 +241,11 @@ def append(
 ) -> tuple[int, int, int, int]:
     """Makes sampled tokens known, up to the end of each answer.
 
-    `sampled`: valid in the first `num_sampled[i]` columns of each line. Writes for each of the R <= B sequences that got tokens its index
-    in the batch, position, attempt, offset and the number of tokens kept, its slot to `slots_of`, and all kept tokens to `flat`. Then
-    which of the R got their FIRST token, the positions of those that are COMPLETE, and whether a stop token ended them (STOPPED). Returns
-    R, how many tokens were kept, are first ones, and how many sequences are complete.
+    `sampled`: valid in the first `num_sampled[i]` columns of each line. Writes for each of the R <= B sequences that
+    got tokens its index in the batch, position, attempt, offset and the number of tokens kept, its slot to `slots_of`,
+    and all kept tokens to `flat`. Then which of the R got their FIRST token, the positions of those that are COMPLETE,
+    and whether a stop token ended them (STOPPED). Returns R, how many tokens were kept, are first ones, and how many
+    sequences are complete.
     """
     row, tokens, limit, base = state[ROW], state[TOKENS], state[LIMIT], state[BASE]
     attempt, fresh, ignore_eos, offer = state[ATTEMPT], state[FRESH], state[IGNORE_EOS], state[OFFER]
@@ -273,7 +292,9 @@ def enter(
     blocks: BlockIds,
     chain: Chain,
 ) -> None:
-    """Writes `numbers`, one for each of a sequence's own lines, to a position, and known tokens, blocks and hashes to its row."""
+    """Writes `numbers`, one for each of a sequence's own lines, to a position, and known tokens, blocks and hashes to
+    its row.
+    """
     row = numbers[ROW]
     for line in range(NUM_OWN_LINES):
         state[line, position] = numbers[line]
@@ -288,7 +309,9 @@ def enter(
 
 @compiled_loop(SOURCES)
 def close_gaps(state: State, slots: Slots, gone: Int32, count: int) -> None:
-    """The first `count` positions (of a sequence's own lines of `state`, and of `slots`) move up over those in `gone`, which ascend."""
+    """The first `count` positions (of a sequence's own lines of `state`, and of `slots`) move up over those in `gone`,
+    which ascend.
+    """
     for i in range(len(gone)):
         last = gone[i + 1] if i + 1 < len(gone) else count
         for at in range(gone[i] + 1, last):
@@ -331,8 +354,30 @@ def compile_all() -> None:
         name_filled(blocks, index, counts, log, state, tables, TokenBlocks(space), chains, 0, 0, words)
         extend(Chain(plane), 0, line, 1, words)
         launch(state, 0, Scheduled(plane), np.zeros(0, np.bool_))
-        append(state, slots, token_ids, positions, line, Sampled(plane), Stops(line), EosTokenIds(line), results, slots, Flat(line))
+        append(
+            state,
+            slots,
+            token_ids,
+            positions,
+            line,
+            Sampled(plane),
+            Stops(line),
+            EosTokenIds(line),
+            results,
+            slots,
+            Flat(line),
+        )
         numbers = (0,) * NUM_OWN_LINES
-        enter(State(np.zeros((NUM_LINES, 1), np.int32)), 0, numbers, token_ids, tables, chains, line, BlockIds(line), Chain(plane))
+        enter(
+            State(np.zeros((NUM_LINES, 1), np.int32)),
+            0,
+            numbers,
+            token_ids,
+            tables,
+            chains,
+            line,
+            BlockIds(line),
+            Chain(plane),
+        )
         close_gaps(state, slots, line, 0)
         follow(positions, line)

@@ -27,7 +27,9 @@ class Finished(NamedTuple):
 
 
 class PromptDone(NamedTuple):
-    """The prompt of an "offer" request is computed; `block_ids` (all of the prompt's, in order) belong to the receiver of this."""
+    """The prompt of an "offer" request is computed; `block_ids` (all of the prompt's, in order) belong to the receiver
+    of this.
+    """
 
     key: RequestKey
     first_token_id: int
@@ -44,7 +46,8 @@ class Events:
     admitted: list[tuple[RequestKey, int]] = field(default_factory=list)
     """(key, cached tokens): first time in a batch."""
     resumed: list[tuple[RequestKey, int]] = field(default_factory=list)
-    """(key, tokens whose KV was still there, in the prefix cache or on the host): again in a batch after a preemption."""
+    """(key, tokens whose KV was still there, in the prefix cache or on the host): again in a batch after a preemption.
+    """
     reserved: list[Reserved] = field(default_factory=list)
     preempted: list[RequestKey] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
@@ -57,7 +60,9 @@ class Events:
 
 @dataclass(slots=True, kw_only=True)
 class Committed:
-    """One step's results. The arrays have one entry per sequence that got tokens, in scheduled order, as `StepTokens` wants them."""
+    """One step's results. The arrays have one entry per sequence that got tokens, in scheduled order, as `StepTokens`
+    wants them.
+    """
 
     batch: Batch
     slots: Int64

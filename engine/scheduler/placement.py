@@ -1,8 +1,8 @@
 """The first part of a schedule: tokens and blocks for those that run, and who has to go when blocks lack.
 
-Everybody who writes an answer has one token in every step; `max_num_batched_tokens` is never below `max_num_seqs`. Beyond that tokens go
-by running order to prompts, but evenly to drafts, which shut nobody out (loops_sequences.py:ration). Blocks go by running order, to drafts
-too.
+Everybody who writes an answer has one token in every step; `max_num_batched_tokens` is never below `max_num_seqs`.
+Beyond that tokens go by running order to prompts, but evenly to drafts, which shut nobody out
+(loops_sequences.py:ration). Blocks go by running order, to drafts too.
 """
 
 import numpy as np
@@ -26,9 +26,11 @@ def step_budget(state: SchedulerState, num_promised: int) -> int:
 
 
 def place_running(state: SchedulerState, budget: int, *, alone: bool) -> int | None:
-    """Gives each running sequence, in admission order, tokens (`table.num`) and the blocks for them. Returns what is left of the budget.
+    """Gives each running sequence, in admission order, tokens (`table.num`) and the blocks for them. Returns what is
+    left of the budget.
 
-    `alone`: only one sequence is there at all. None: somebody would have to go while a step is in flight; nothing was changed.
+    `alone`: only one sequence is there at all. None: somebody would have to go while a step is in flight; nothing was
+    changed.
     """
     table, config = state.table, state.config
     threshold = config.long_prefill_token_threshold if config.long_prefill_token_threshold and not alone else NEVER
@@ -87,7 +89,9 @@ def _place_evicting_newest(state: SchedulerState, budget: int) -> int:
 
 
 def _place_by_priority(state: SchedulerState, goal: Int32, budget: int, threshold: int) -> int:
-    """priority: the worst (priority, arrival) goes, of equals the latest; what it was given in this step returns to the budget."""
+    """priority: the worst (priority, arrival) goes, of equals the latest; what it was given in this step returns to the
+    budget.
+    """
     table, count = state.table, len(state.table)
     given = dict.fromkeys(range(count), 0)
     """Tokens by position, of those that stay, in running order."""

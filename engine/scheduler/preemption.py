@@ -1,7 +1,7 @@
 """How a sequence that loses its blocks gets its KV back.
 
-`recompute` here, `swap` to host memory and back, or `remote`: a fresh prefill in the prefill pool. A pure choice from counts and measured
-speeds. What it compares is *sequence-seconds*: seconds of delay times sequences delayed.
+`recompute` here, `swap` to host memory and back, or `remote`: a fresh prefill in the prefill pool. A pure choice from
+counts and measured speeds. What it compares is *sequence-seconds*: seconds of delay times sequences delayed.
 Recomputing and copying hold up everybody who runs here; a fresh prefill elsewhere holds up the victim alone.
 """
 
@@ -38,7 +38,9 @@ class Choice(NamedTuple):
 
 
 class Costs:
-    """Moving averages of what was measured here; None until it was. Seconds for one prompt token, one decode step, one block one way."""
+    """Moving averages of what was measured here; None until it was. Seconds for one prompt token, one decode step, one
+    block one way.
+    """
 
     def __init__(self) -> None:
         self.prompt_token_s: float | None = None
@@ -55,7 +57,9 @@ class Costs:
         seconds = output.seconds - output.swap_seconds
         if seconds <= 0 or not len(batch.rows):
             return
-        num_decodes = int(np.count_nonzero(batch.num_scheduled - (0 if batch.num_drafts is None else batch.num_drafts) == 1))
+        num_decodes = int(
+            np.count_nonzero(batch.num_scheduled - (0 if batch.num_drafts is None else batch.num_drafts) == 1)
+        )
         if num_decodes == len(batch.rows):
             self.decode_step_s = _average(self.decode_step_s, seconds)
             return

@@ -5,13 +5,17 @@ from protocol.messages import RequestKey
 
 
 class NGramProposer:
-    """Looks for the latest earlier place with the same last `max_num_tokens` tokens, then with fewer, down to `min_num_tokens`.
+    """Looks for the latest earlier place with the same last `max_num_tokens` tokens, then with fewer, down to
+    `min_num_tokens`.
 
-    Keeps nothing between calls: one scan of the known tokens is cheaper than an index of a prompt that is asked a few hundred times.
+    Keeps nothing between calls: one scan of the known tokens is cheaper than an index of a prompt that is asked a few
+    hundred times.
     """
 
     def __init__(self, *, min_num_tokens: int = 2, max_num_tokens: int = 4, max_num_places: int = 64) -> None:
-        """`max_num_places`: of those where the last `min_num_tokens` tokens stand, only so many, the latest, are looked at."""
+        """`max_num_places`: of those where the last `min_num_tokens` tokens stand, only so many, the latest, are looked
+        at.
+        """
         self._min, self._max, self._max_num_places = min_num_tokens, max_num_tokens, max_num_places
 
     def propose(self, key: RequestKey, token_ids: Int32, max_num_drafts: int) -> list[int]:

@@ -67,7 +67,9 @@ class TraceModel:
             position = int(batch.num_computed[index] + batch.num_scheduled[index]) - drafts
             accepted = mix(((seed << 32) | position) ^ ACCEPT) % (drafts + 1) if drafts else 0
             counts[index] = accepted + 1
-            token_ids[index, : accepted + 1] = [generated_token(seed, position + ahead) for ahead in range(accepted + 1)]
+            token_ids[index, : accepted + 1] = [
+                generated_token(seed, position + ahead) for ahead in range(accepted + 1)
+            ]
         return StepOutput(token_ids=token_ids, counts=counts)
 
     def propose(self, key: RequestKey, token_ids: Int32, max_num_drafts: int) -> list[int]:
@@ -132,7 +134,9 @@ def _records(trace: dict[str, Any]) -> Iterator[Record]:
 
 
 def _request(request: dict[str, Any], key: RequestKey, num_before: int) -> Request:
-    """`num_before`: requests added before it. No two arrive at once: those of one step arrive in the order of the list."""
+    """`num_before`: requests added before it. No two arrive at once: those of one step arrive in the order of the
+    list.
+    """
     return Request(
         key=key,
         slot=num_before,
@@ -150,7 +154,13 @@ def _fill(record: Record, name: str, value: list[Any] | dict[str, Any]) -> None:
 
 
 def _run_step(
-    record: Record, scheduler: Scheduler, model: TraceModel, shown: dict[str, list[str]], live: set[str], *, drafts: bool
+    record: Record,
+    scheduler: Scheduler,
+    model: TraceModel,
+    shown: dict[str, list[str]],
+    live: set[str],
+    *,
+    drafts: bool,
 ) -> None:
     batch = scheduler.schedule()
     events: Events = scheduler.take_events()
@@ -171,7 +181,11 @@ def _run_step(
         committed: Committed = scheduler.commit(model.execute(batch))
         finished += [ended.key.request_id for ended in committed.finished]
         if drafts:
-            sampled = [request_id for request_id, sample in zip(batch.request_ids, batch.sample.tolist(), strict=True) if sample]
+            sampled = [
+                request_id
+                for request_id, sample in zip(batch.request_ids, batch.sample.tolist(), strict=True)
+                if sample
+            ]
             record["out"] = dict(zip(sampled, committed.counts.tolist(), strict=True))
     _fill(record, "finished", finished)
     live.difference_update(finished)
@@ -179,7 +193,9 @@ def _run_step(
 
 
 def pretty(trace: dict[str, Any], records: list[Record]) -> str:
-    """The records for people: who got how many tokens, what is left of the budget and of the blocks, who was evicted and why."""
+    """The records for people: who got how many tokens, what is left of the budget and of the blocks, who was evicted
+    and why.
+    """
     budget, usable = trace["max_num_batched_tokens"], trace["num_blocks"] - 1
     lines = []
     for record in records:
@@ -196,7 +212,9 @@ def pretty(trace: dict[str, Any], records: list[Record]) -> str:
         cached |= {request_id: f", resumed with {num} cached" for request_id, num in record.get("resumed", [])}
         for request_id, num in scheduled:
             drafts = record.get("spec", {}).get(request_id)
-            lines.append(f"    {request_id}: {num}{f' ({drafts} drafts)' if drafts else ''}{cached.get(request_id, '')}")
+            lines.append(
+                f"    {request_id}: {num}{f' ({drafts} drafts)' if drafts else ''}{cached.get(request_id, '')}"
+            )
         lines += [f"  = {request_id} is complete" for request_id in record.get("finished", [])]
         waiting = record.get("waiting")
         if waiting:
@@ -207,4 +225,6 @@ def pretty(trace: dict[str, Any], records: list[Record]) -> str:
 def _evictions(trace: dict[str, Any], record: Record) -> list[str]:
     evicted = record.get("preempted", [])
     why = "the newest" if trace.get("policy", "fcfs") == "fcfs" else "the least urgent"
-    return [f"{request_id} is evicted: a running request found no free block, and this is {why}" for request_id in evicted]
+    return [
+        f"{request_id} is evicted: a running request found no free block, and this is {why}" for request_id in evicted
+    ]

@@ -22,12 +22,27 @@ def append_tokens(state: SchedulerState, batch: Batch, positions: Positions, out
     sampled = Sampled(np.ascontiguousarray(output.token_ids, np.int32))
     num_sampled, stops = np.ascontiguousarray(output.counts, np.int32), _own_stops(state, positions, sampled)
     count, num_tokens, num_fresh, num_complete = loops.append(
-        table.state, table.slots, table.token_ids, positions, num_sampled, sampled, stops, state.eos_token_ids, results, slots, token_ids
+        table.state,
+        table.slots,
+        table.token_ids,
+        positions,
+        num_sampled,
+        sampled,
+        stops,
+        state.eos_token_ids,
+        results,
+        slots,
+        token_ids,
     )
     at, counts = results[loops.POSITION, :count], results[loops.COUNT, :count]
     attempts, offsets = results[loops.ATTEMPT_OF, :count], results[loops.OFFSET, :count]
     committed = Committed(
-        batch=batch, slots=slots[:count], attempts=attempts, offsets=offsets, counts=counts, token_ids=token_ids[:num_tokens]
+        batch=batch,
+        slots=slots[:count],
+        attempts=attempts,
+        offsets=offsets,
+        counts=counts,
+        token_ids=token_ids[:num_tokens],
     )
     if output.logprobs:
         _note_logprobs(committed, [output.logprobs.get(index) for index in results[loops.INDEX, :count].tolist()])
@@ -37,12 +52,19 @@ def append_tokens(state: SchedulerState, batch: Batch, positions: Positions, out
         table.computed[at] = table.tokens[at] - 1
         _propose(state, state.proposer, np.setdiff1d(at, results[loops.COMPLETE, :num_complete]))
     if num_complete:
-        _finish(state, committed, results[loops.COMPLETE, :num_complete].tolist(), results[loops.STOPPED, :num_complete].tolist())
+        _finish(
+            state,
+            committed,
+            results[loops.COMPLETE, :num_complete].tolist(),
+            results[loops.STOPPED, :num_complete].tolist(),
+        )
     return committed
 
 
 def _own_stops(state: SchedulerState, positions: Positions, sampled: Sampled) -> Stops:
-    """int32 [B]: how many of each sequence's sampled tokens there are up to the first of its own stop tokens; NEVER: none of them is."""
+    """int32 [B]: how many of each sequence's sampled tokens there are up to the first of its own stop tokens; NEVER:
+    none of them is.
+    """
     table = state.table
     stops = Stops(table.no_stops[: len(positions)])
     if not table.num_own_stops:
@@ -50,14 +72,20 @@ def _own_stops(state: SchedulerState, positions: Positions, sampled: Sampled) ->
     stops = Stops(stops.copy())
     for index, position in enumerate(positions.tolist()):
         if position >= 0 and (own := table.running[position].stop_token_ids):
-            stops[index] = next((num for num, token_id in enumerate(sampled[index].tolist(), 1) if token_id in own), NEVER)
+            stops[index] = next(
+                (num for num, token_id in enumerate(sampled[index].tolist(), 1) if token_id in own), NEVER
+            )
     return stops
 
 
 def _note_logprobs(committed: Committed, logprobs: list[list[TokenLogprobs] | None]) -> None:
     for index, values in enumerate(logprobs):
         if values is not None:
-            slot, attempt, offset = int(committed.slots[index]), int(committed.attempts[index]), int(committed.offsets[index])
+            slot, attempt, offset = (
+                int(committed.slots[index]),
+                int(committed.attempts[index]),
+                int(committed.offsets[index]),
+            )
             kept = values[: int(committed.counts[index])]
             committed.logprobs += [Logprobs(slot, attempt, offset + ahead, value) for ahead, value in enumerate(kept)]
 
@@ -80,11 +108,17 @@ def _note_first(state: SchedulerState, committed: Committed, positions: Int32, i
             committed.counts[index] += 1
             sequence.first_token_id = None
             if (values := sequence.first_logprobs) is not None:
-                slot, attempt, offset = int(committed.slots[index]), int(committed.attempts[index]), int(committed.offsets[index])
+                slot, attempt, offset = (
+                    int(committed.slots[index]),
+                    int(committed.attempts[index]),
+                    int(committed.offsets[index]),
+                )
                 committed.logprobs.append(Logprobs(slot, attempt, offset, values))
     if where:
         starts = np.cumsum(committed.counts) - committed.counts
-        committed.token_ids = np.insert(committed.token_ids, starts[where] - np.arange(len(where)), tokens).astype(np.int32)
+        committed.token_ids = np.insert(committed.token_ids, starts[where] - np.arange(len(where)), tokens).astype(
+            np.int32
+        )
 
 
 def _propose(state: SchedulerState, proposer: Proposer, positions: Int32) -> None:

@@ -2,11 +2,12 @@
 
 A sequence has `tokens` known and `computed` done; each step closes some of that gap. One step:
 
- 1. `schedule`: running sequences in admission order (placement.py), then arrived ones, whose KV came from elsewhere, then the waiting
-    line (admission.py), under one budget of tokens, in which each running answer and each arrived one with a seat has one for sure. A
-    running one that finds no block evicts another; a step that evicted admits nobody from the line. How the evicted one gets its KV back:
-    preemption.py.
- 2. The runner executes the batch. Meanwhile `schedule` may be called once more: tokens still being sampled are placeholders.
+ 1. `schedule`: running sequences in admission order (placement.py), then arrived ones, whose KV came from elsewhere,
+    then the waiting line (admission.py), under one budget of tokens, in which each running answer and each arrived one
+    with a seat has one for sure. A running one that finds no block evicts another; a step that evicted admits nobody
+    from the line. How the evicted one gets its KV back: preemption.py.
+ 2. The runner executes the batch. Meanwhile `schedule` may be called once more: tokens still being sampled are
+    placeholders.
  3. `commit`: sampled tokens become known; sequences that are complete leave and free their blocks (results.py).
 
 Whatever leaves while steps are in flight keeps its row and blocks out of use until those steps have committed.
@@ -55,8 +56,8 @@ class Scheduler:
         proposer: Proposer | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """`fingerprint`: of the model, for block hashes. `proposer`: asked if the config allows drafts. `clock`: without one, thrashing
-        is not measured and closes nothing."""
+        """`fingerprint`: of the model, for block hashes. `proposer`: asked if the config allows drafts. `clock`:
+        without one, thrashing is not measured and closes nothing."""
         self.config = config
         self.blocks = BlockManager(num_blocks)
         self._fingerprint = fingerprint
@@ -73,7 +74,9 @@ class Scheduler:
             line=WaitingLine(config.scheduling_policy, config.priority_aging_s),
             eos_token_ids=EosTokenIds(np.array(eos_token_ids, np.int32)),
             proposer=proposer if config.num_speculative_tokens else None,
-            thrash=ThrashMeter(clock, window_s=config.thrash_window_s, limit=config.thrash_limit, max_num_seqs=config.max_num_seqs)
+            thrash=ThrashMeter(
+                clock, window_s=config.thrash_window_s, limit=config.thrash_limit, max_num_seqs=config.max_num_seqs
+            )
             if clock and config.thrash_limit
             else None,
             host=HostPool(num_host_blocks),
@@ -117,9 +120,13 @@ class Scheduler:
 
     @property
     def swapped(self) -> list[tuple[Int32, list[int]]]:
-        """(tokens, host blocks that hold their KV) of every swapped sequence, those included whose copy is in flight. For checks."""
+        """(tokens, host blocks that hold their KV) of every swapped sequence, those included whose copy is in flight.
+        For checks.
+        """
         live = self._state.live.values()
-        return [(sequence.tokens[: sequence.num_swapped], sequence.host_blocks) for sequence in live if sequence.host_blocks]
+        return [
+            (sequence.tokens[: sequence.num_swapped], sequence.host_blocks) for sequence in live if sequence.host_blocks
+        ]
 
     @property
     def num_free_host_blocks(self) -> int:
@@ -177,7 +184,9 @@ class Scheduler:
             # How long an answer may grow is for the engine to judge that writes it, not for the one that begins it.
             limit=limit if request.kv == "offer" else min(limit, config.max_model_len),
             chain=Chain(to_rows([root_hash(self._fingerprint, request.cache_salt)])),
-            tokens=np.array(request.prompt_token_ids, np.int32),  # a copy: the loops take no array that must not be written to
+            tokens=np.array(
+                request.prompt_token_ids, np.int32
+            ),  # a copy: the loops take no array that must not be written to
             num_first=num_prompt,
             stop_token_ids=frozenset(request.sampling.stop_token_ids),
         )
@@ -191,11 +200,15 @@ class Scheduler:
             state.line.push(sequence)
 
     def set_prefill_room(self, num_blocks: int, max_tokens: int) -> None:
-        """What mode remote may return: so many blocks, of sequences with at most so many known tokens. A hint; 0 without a prefill pool."""
+        """What mode remote may return: so many blocks, of sequences with at most so many known tokens. A hint; 0
+        without a prefill pool.
+        """
         self._state.prefill_room_blocks, self._state.prefill_max_tokens = num_blocks, max_tokens
 
     def offer(self, key: RequestKey) -> None:
-        """The first handoff of a remote request is here: it may reserve from now on. Unknown key or a later offer: no-op."""
+        """The first handoff of a remote request is here: it may reserve from now on. Unknown key or a later offer:
+        no-op.
+        """
         sequence = self._state.live.get(key)
         if sequence is not None and sequence.stage == "unoffered":
             self._state.num_unoffered -= 1
@@ -212,7 +225,9 @@ class Scheduler:
             sequence.num_published = end
 
     def arrive(self, key: RequestKey, first_token_id: int, first_logprobs: TokenLogprobs | None = None) -> None:
-        """All KV of a reserved request is there and verified: it decodes as soon as it finds a seat. Unknown key: no-op."""
+        """All KV of a reserved request is there and verified: it decodes as soon as it finds a seat. Unknown key:
+        no-op.
+        """
         sequence = self._state.live.get(key)
         if sequence is None:
             return
@@ -226,11 +241,15 @@ class Scheduler:
         self._state.arrived.append(sequence)
 
     def abort(self, key: RequestKey) -> None:
-        """Forgets a request and frees its blocks, those a step in flight uses when that has committed. Unknown key: no-op."""
+        """Forgets a request and frees its blocks, those a step in flight uses when that has committed. Unknown key:
+        no-op.
+        """
         self.blocks.release(self._forget(key))
 
     def detach(self, key: RequestKey) -> list[int]:
-        """Forgets a request without freeing: the caller owns the returned blocks (in order) and gives them to `blocks.free` later."""
+        """Forgets a request without freeing: the caller owns the returned blocks (in order) and gives them to
+        `blocks.free` later.
+        """
         blocks = self._forget(key)
         self.blocks.hand_over(len(blocks))
         return cast(list[int], blocks.tolist())
@@ -265,10 +284,14 @@ class Scheduler:
     # ---- steps
 
     def schedule(self) -> Batch | None:
-        """Builds the next batch. None: nothing can be executed now, or (with a step in flight) commit first and call again."""
+        """Builds the next batch. None: nothing can be executed now, or (with a step in flight) commit first and call
+        again.
+        """
         state = self._state
         table = state.table
-        if table.flights and (len(table.flights) > 1 or state.proposer is not None or table.flights[0].batch.swap_out is not None):
+        if table.flights and (
+            len(table.flights) > 1 or state.proposer is not None or table.flights[0].batch.swap_out is not None
+        ):
             return None  # blocks that are still to be copied out look free: a pull into one could not wait for the copy
         alone = len(table) + len(state.line) + len(state.arrived) == 1
         num_preempted = len(state.events.preempted)
@@ -335,7 +358,9 @@ class Scheduler:
         flight = table.flights.popleft()
         batch, sampled = flight.batch, output.counts > 0
         if len(output.token_ids) != len(sampled) or sampled.tobytes() != batch.sample.tobytes():
-            raise ProtocolError(f"step {batch.step}: tokens for entries {sampled.nonzero()[0]}, wanted for {batch.sample.nonzero()[0]}")
+            raise ProtocolError(
+                f"step {batch.step}: tokens for entries {sampled.nonzero()[0]}, wanted for {batch.sample.nonzero()[0]}"
+            )
         self.blocks.step_committed()
         table.committed(batch.step)
         progressed = self._progress_of_offers(flight) if state.num_offers else []
@@ -355,10 +380,12 @@ class Scheduler:
         return [(sequence.request.key, done[index]) for sequence, index in progress if sequence.kv == "offer"]
 
     def fail_step(self) -> list[RequestKey]:
-        """The oldest step in flight could not be executed: what it and later ones would have computed is no longer findable.
+        """The oldest step in flight could not be executed: what it and later ones would have computed is no longer
+        findable.
 
-        Sequences that it would have copied to the host have lost their KV. Returns the requests that are spoilt: those in flight, and
-        those that reserved blocks found while they were being computed. The caller aborts or detaches them all.
+        Sequences that it would have copied to the host have lost their KV. Returns the requests that are spoilt: those
+        in flight, and those that reserved blocks found while they were being computed. The caller aborts or detaches
+        them all.
         """
         table = self._state.table
         if not table.flights:
@@ -367,15 +394,23 @@ class Scheduler:
         blocks: set[int] = set()
         for flight in table.flights:
             batch, size = flight.batch, self.config.block_size
-            for row, start, num in zip(batch.rows.tolist(), batch.num_computed.tolist(), batch.num_scheduled.tolist(), strict=True):
+            for row, start, num in zip(
+                batch.rows.tolist(), batch.num_computed.tolist(), batch.num_scheduled.tolist(), strict=True
+            ):
                 blocks.update(batch.block_tables[row, start // size : -(-(start + num) // size)].tolist())
             if batch.swap_in is not None:
                 blocks.update(batch.swap_in[:, 1].tolist())
             if batch.swap_out is not None:
                 self._lose_copies(set(batch.swap_out[:, 1].tolist()))
-            spoilt.update(dict.fromkeys(table.running[position].request.key for position in flight.positions.tolist() if position >= 0))
+            spoilt.update(
+                dict.fromkeys(
+                    table.running[position].request.key for position in flight.positions.tolist() if position >= 0
+                )
+            )
         self.blocks.forget(list(blocks))
-        spoilt.update({key: None for key, sequence in self._state.live.items() if not blocks.isdisjoint(sequence.blocks.tolist())})
+        spoilt.update(
+            {key: None for key, sequence in self._state.live.items() if not blocks.isdisjoint(sequence.blocks.tolist())}
+        )
         batch = table.flights.popleft().batch
         self.blocks.step_committed()
         table.committed(batch.step)
@@ -388,7 +423,9 @@ class Scheduler:
                 self._state.drop_swapped(sequence)
 
     def check_idle(self) -> None:
-        """When nothing is live, in flight or owned outside, everything is back where it started. Raises ProtocolError."""
+        """When nothing is live, in flight or owned outside, everything is back where it started. Raises
+        ProtocolError.
+        """
         state = self._state
         if not self.idle:
             return

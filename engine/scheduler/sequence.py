@@ -15,8 +15,9 @@ from protocol.messages import GenerateRequest, RequestKey, SamplingParams, Token
 class Request:
     """One attempt as the engine sees it.
 
-    kv = "local": computed and continued here. "offer": computed here up to the first token, then its blocks are handed over
-    (never scheduled past the prompt). "remote": its KV arrives from elsewhere; it waits for an offer, reserves, arrives, decodes.
+    kv = "local": computed and continued here. "offer": computed here up to the first token, then its blocks are handed
+    over (never scheduled past the prompt). "remote": its KV arrives from elsewhere; it waits for an offer, reserves,
+    arrives, decodes.
     """
 
     key: RequestKey
@@ -34,7 +35,9 @@ class Request:
     cache_salt: str = ""
 
     @classmethod
-    def from_message(cls, message: GenerateRequest, *, kv: Literal["local", "offer", "remote"], arrival: float) -> "Request":
+    def from_message(
+        cls, message: GenerateRequest, *, kv: Literal["local", "offer", "remote"], arrival: float
+    ) -> "Request":
         """The engine's view of a dispatched attempt."""
         return cls(
             key=message.key,
@@ -57,10 +60,11 @@ Rank = tuple[float, float, int]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sequence:
-    """State of one request in the scheduler. While it runs, its counts, tokens and blocks live in its row of the `SequenceTable`.
+    """State of one request in the scheduler. While it runs, its counts, tokens and blocks live in its row of the
+    `SequenceTable`.
 
-    unoffered: remote, nothing to reserve for yet · waiting: in the line · reserved: owns blocks that KV is arriving in ·
-    arrived: all KV is there, a seat is not · running: in the table.
+    unoffered: remote, nothing to reserve for yet · waiting: in the line · reserved: owns blocks that KV is arriving in
+    · arrived: all KV is there, a seat is not · running: in the table.
     """
 
     request: Request

@@ -1,8 +1,8 @@
 """The sequences that run: numbers in numpy, so that a step costs what changes and not what runs.
 
-Two index spaces. A *row* is a sequence's place in the arrays shared with the runner; it stays the same while the sequence runs
-and is reused only after every step scheduled before it was left has committed. A *position* is its place in running order
-(admission order), dense in [0, len); leaving closes the gap.
+Two index spaces. A *row* is a sequence's place in the arrays shared with the runner; it stays the same while the
+sequence runs and is reused only after every step scheduled before it was left has committed. A *position* is its place
+in running order (admission order), dense in [0, len); leaving closes the gap.
 """
 
 from collections import deque
@@ -38,15 +38,18 @@ class Flight:
 class SequenceTable:
     """Rows and positions of all running sequences.
 
-    State per position, lines of `state` as loops_sequences.py names them: `tokens` known; `goal` up to which it may be scheduled (known
-    tokens, plus drafts or tokens still being sampled, never past `cap`); `computed` (scheduled ones included); `capacity` of its blocks in
-    tokens; `limit` at which it ends; `cap` beyond which nothing is ever computed; `edge` of the next block to make findable; `chained`
-    tokens in blocks whose hash is known; base + token index = index in the whole answer; attempt; fresh: 1 until its first token was
-    reported; ignore_eos; offer: 1 if its first token ends it here; `num` tokens that the step being scheduled gives it; `allowed`: what
-    the step's budget leaves of its goal, where that had to be asked.
+    State per position, lines of `state` as loops_sequences.py names them: `tokens` known; `goal` up to which it may be
+    scheduled (known tokens, plus drafts or tokens still being sampled, never past `cap`); `computed` (scheduled ones
+    included); `capacity` of its blocks in tokens; `limit` at which it ends; `cap` beyond which nothing is ever
+    computed; `edge` of the next block to make findable; `chained` tokens in blocks whose hash is known; base + token
+    index = index in the whole answer; attempt; fresh: 1 until its first token was reported; ignore_eos; offer: 1 if its
+    first token ends it here; `num` tokens that the step being scheduled gives it; `allowed`: what the step's budget
+    leaves of its goal, where that had to be asked.
     """
 
-    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, eos_token_ids: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, *, max_num_seqs: int, max_model_len: int, block_size: int, eos_token_ids: tuple[int, ...] = ()
+    ) -> None:
         loops.compile_all()
         num_rows = 2 * max_num_seqs
         """Twice the seats: with two steps in flight a left row stays blocked while its seat is taken again."""
@@ -114,7 +117,17 @@ class SequenceTable:
         numbers[loops.FRESH] = int(num_tokens == sequence.num_first or sequence.first_token_id is not None)
         numbers[loops.IGNORE_EOS] = int(request.sampling.ignore_eos)
         numbers[loops.OFFER] = int(sequence.kv == "offer")
-        loops.enter(self.state, position, tuple(numbers), self.token_ids, self.block_tables, self.chains, tokens, blocks, sequence.chain)
+        loops.enter(
+            self.state,
+            position,
+            tuple(numbers),
+            self.token_ids,
+            self.block_tables,
+            self.chains,
+            tokens,
+            blocks,
+            sequence.chain,
+        )
         self.sampling.put(row, request.sampling, base=base, eos_token_ids=self._eos_token_ids)
         self.slots[position] = request.slot
         self.running.append(sequence)
@@ -133,7 +146,9 @@ class SequenceTable:
             sequence.chain = chain
 
     def answering(self) -> Bool:
-        """bool [len]: who lacks one token, drafts aside: he writes an answer, or has the last token of a prompt to go."""
+        """bool [len]: who lacks one token, drafts aside: he writes an answer, or has the last token of a prompt to
+        go.
+        """
         count = len(self)
         goal, computed = self.goal[:count], self.computed[:count]
         answering: Bool = (goal > computed) & (computed + 1 >= self.tokens[:count])
@@ -184,4 +199,6 @@ class SequenceTable:
     def check_empty(self) -> None:
         """Raises ProtocolError unless every row is free."""
         if self.running or self._left_rows or len(self._free_rows) != len(self.token_ids):
-            raise ProtocolError(f"{len(self.running)} sequences run and {len(self._left_rows)} rows are kept back in an idle engine")
+            raise ProtocolError(
+                f"{len(self.running)} sequences run and {len(self._left_rows)} rows are kept back in an idle engine"
+            )

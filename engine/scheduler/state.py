@@ -1,4 +1,6 @@
-"""What the parts of the scheduler share: placement.py serves the running, admission.py those who come, results.py those who go."""
+"""What the parts of the scheduler share: placement.py serves the running, admission.py those who come, results.py those
+who go.
+"""
 
 from collections import deque
 from collections.abc import Iterable

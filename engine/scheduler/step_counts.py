@@ -10,7 +10,9 @@ from protocol.messages import ReplicaStatus, RequestKey
 
 NUM_TRAYS = 8
 PREFIX_COUNTERS = ("cached_tokens", "prefix_query_tokens", "redispatched_cached_tokens", "redispatched_query_tokens")
-"""A request's first attempt asks the prefix cache for what others left; later ones mostly find the request's own work, and count apart."""
+"""A request's first attempt asks the prefix cache for what others left; later ones mostly find the request's own work,
+and count apart.
+"""
 
 
 class StepCounts:
@@ -64,7 +66,9 @@ class StepCounts:
         num_early_handoffs: int = 0,
         transport: str = "",
     ) -> ReplicaStatus:
-        """The engine's status; the keywords are what only its pool knows. Takes the prefix cache's changes: call it once per message."""
+        """The engine's status; the keywords are what only its pool knows. Takes the prefix cache's changes: call it
+        once per message.
+        """
         added, removed = scheduler.blocks.take_hash_changes()
         return ReplicaStatus(
             state="draining" if draining else "up",

@@ -1,4 +1,6 @@
-"""Thrashing: KV that preemptions throw away and that is computed again, against what is gained meanwhile; and what is done about it."""
+"""Thrashing: KV that preemptions throw away and that is computed again, against what is gained meanwhile; and what is
+done about it.
+"""
 
 from collections import deque
 
@@ -8,8 +10,9 @@ from protocol.clock import Clock
 class ThrashMeter:
     """Tokens recomputed / tokens generated over the last `window_s` seconds, and the seats that this leaves.
 
-    Past `limit` nobody enters beside those that run: the ceiling is the KV, not `max_num_seqs`. Who leaves may be followed; with every
-    further preemption the seats sink to those that still run. Below the limit they come back, at most twice as many in `window_s`.
+    Past `limit` nobody enters beside those that run: the ceiling is the KV, not `max_num_seqs`. Who leaves may be
+    followed; with every further preemption the seats sink to those that still run. Below the limit they come back, at
+    most twice as many in `window_s`.
     """
 
     def __init__(self, clock: Clock, *, window_s: float, limit: float, max_num_seqs: int) -> None:

@@ -7,11 +7,11 @@ from engine.scheduler.sequence import Rank, Sequence
 
 
 class WaitingLine:
-    """fcfs: by the order of `rank_of` calls, preempted ones before all others. priority: lowest (priority, arrival) first, equals in the
-    order of these calls.
+    """fcfs: by the order of `rank_of` calls, preempted ones before all others. priority: lowest (priority, arrival)
+    first, equals in the order of these calls.
 
-    `priority_aging_s`: seconds of waiting that are worth one unit of priority; 0: none. Since everybody ages alike, the order of
-    priority - waited / aging never changes while waiting, and `priority + arrival / aging` stands for it.
+    `priority_aging_s`: seconds of waiting that are worth one unit of priority; 0: none. Since everybody ages alike, the
+    order of priority - waited / aging never changes while waiting, and `priority + arrival / aging` stands for it.
     """
 
     def __init__(self, policy: Literal["fcfs", "priority"], priority_aging_s: float) -> None:

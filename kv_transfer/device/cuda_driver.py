@@ -1,7 +1,7 @@
 """The CUDA driver behind `Device`: thin, by ctypes, and the only place that calls it.
 
-The driver API and not the runtime's: `libcuda.so.1` comes with the GPU's driver under one name and one ABI, while torch brings a runtime
-of its own version. Both work in the device's primary context, so pointers and streams are torch's too.
+The driver API and not the runtime's: `libcuda.so.1` comes with the GPU's driver under one name and one ABI, while torch
+brings a runtime of its own version. Both work in the device's primary context, so pointers and streams are torch's too.
 """
 
 import ctypes
@@ -68,7 +68,9 @@ def load_library() -> Any:
 
 
 class CudaDevice:
-    """The device that torch calls `cuda:<ordinal>`. Retains its primary context for the life of the process, as torch does."""
+    """The device that torch calls `cuda:<ordinal>`. Retains its primary context for the life of the process, as torch
+    does.
+    """
 
     def __init__(self, ordinal: int = 0, library: Any = None) -> None:
         """Raises ConfigError when the driver or the device is not to be had."""
@@ -155,7 +157,8 @@ class CudaDevice:
         import torch
 
         with torch.cuda.stream(torch.cuda.ExternalStream(stream, self.ordinal)):
-            # Pinned, or the upload would wait for the stream. Both tensors are torch's to reuse only behind this stream.
+            # Pinned, or the upload would wait for the stream. Both tensors are torch's to reuse only behind this
+            # stream.
             ids = torch.from_numpy(np.stack((src_ids, dst_ids))).pin_memory().to(self.ordinal, non_blocking=True)
             gather(src, ids[0], dst, ids[1])
 

@@ -1,7 +1,8 @@
-"""One GPU as transfers see it: what they need of a driver, and no more. `CudaDevice` is the real one, `FakeDevice` the tests'.
+"""One GPU as transfers see it: what they need of a driver, and no more. `CudaDevice` is the real one, `FakeDevice` the
+tests'.
 
-Pointers, streams and events are integers. Everything may be called from any thread. What fails raises PullFailed with the driver's text,
-unless another error is named.
+Pointers, streams and events are integers. Everything may be called from any thread. What fails raises PullFailed with
+the driver's text, unless another error is named.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,8 @@ Tensor = Any
 """uint8 [num_blocks, block_bytes] in GPU memory: torch's on a real device. Passes through transfers unread."""
 
 Gather = Callable[[Tensor, Any, Tensor, Any], None]
-"""(source, source ids, destination, destination ids): a kernel that copies whole blocks, ids int64 [n] in GPU memory."""
+"""(source, source ids, destination, destination ids): a kernel that copies whole blocks, ids int64 [n] in GPU memory.
+"""
 
 
 class Device(Protocol):

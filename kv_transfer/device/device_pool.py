@@ -11,7 +11,9 @@ from protocol.arrays import Int64
 from protocol.errors import PullFailed
 
 POLL_S = 50e-6
-"""Between two questions to the driver whether an event was reached. Transfers wait beside the engine, never in its thread."""
+"""Between two questions to the driver whether an event was reached. Transfers wait beside the engine, never in its
+thread.
+"""
 PROOF_S = 2.0
 """For a copy of a few bytes; longer, and the GPU is taken for dead."""
 GRANULE_BYTES = 2 << 20
@@ -33,7 +35,9 @@ class DeviceStream:
     def __enter__(self) -> "DeviceStream":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def copy(self, dst: int, src: int, num_bytes: int) -> None:
@@ -52,7 +56,9 @@ class DeviceStream:
         return self._device.reached(self._events[event])
 
     def wait(self, event: int, timeout_s: float | None = None) -> None:
-        """Until all that was started before the event has ended. Raises PullFailed when it failed, or after `timeout_s`."""
+        """Until all that was started before the event has ended. Raises PullFailed when it failed, or after
+        `timeout_s`.
+        """
         started_at = time.monotonic()
         while not self.reached(event):
             if timeout_s is not None and time.monotonic() - started_at > timeout_s:
@@ -89,7 +95,9 @@ class DeviceStream:
 
 
 class DevicePool:
-    """A cache that peers may map, zeroed, followed by a nonce. Its owner closes it once the runner and every tensor of it are gone."""
+    """A cache that peers may map, zeroed, followed by a nonce. Its owner closes it once the runner and every tensor of
+    it are gone.
+    """
 
     def __init__(self, device: Device, nonce: bytes, *, num_blocks: int, block_bytes: int) -> None:
         """Raises CapacityError, or PullFailed when the GPU does not work."""
@@ -99,7 +107,9 @@ class DevicePool:
         self.nonce_offset = num_bytes
         self.num_bytes = num_bytes + NONCE_BYTES
         """What peers may read, from the beginning on."""
-        self.blocks = DeviceBlocks(self.pointer, num_blocks, block_bytes, device.tensor(self.pointer, num_blocks, block_bytes))
+        self.blocks = DeviceBlocks(
+            self.pointer, num_blocks, block_bytes, device.tensor(self.pointer, num_blocks, block_bytes)
+        )
         try:
             with DeviceStream(device) as stream:
                 stream.clear(self.pointer, num_bytes)

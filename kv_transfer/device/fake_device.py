@@ -1,6 +1,8 @@
-"""A GPU of make-believe, for tests and for machines without one: its memory is POSIX shared memory, so two processes really map it.
+"""A GPU of make-believe, for tests and for machines without one: its memory is POSIX shared memory, so two processes
+really map it.
 
-Work on a stream runs when somebody asks for an event behind it. A test may stall the device after any number of copies, or let a call fail.
+Work on a stream runs when somebody asks for an event behind it. A test may stall the device after any number of copies,
+or let a call fail.
 """
 
 import ctypes
@@ -29,7 +31,9 @@ class Marker:
 
 
 class FakeDevice:
-    """`name`: of its memory's files, unique on the machine. `peers`: the bus ids it reaches; another one's memory cannot be opened."""
+    """`name`: of its memory's files, unique on the machine. `peers`: the bus ids it reaches; another one's memory
+    cannot be opened.
+    """
 
     def __init__(self, name: str, bus_id: str = "fake:0", peers: frozenset[str] = frozenset({"fake:0"})) -> None:
         self.ordinal = 0
@@ -63,7 +67,9 @@ class FakeDevice:
             self._num_copies_left = None
 
     def allocate(self, num_bytes: int) -> int:
-        segment = SharedSegment.create(f"{self._name}-{next(self._numbers)}", block_bytes=num_bytes, num_blocks=1, num_slots=1)
+        segment = SharedSegment.create(
+            f"{self._name}-{next(self._numbers)}", block_bytes=num_bytes, num_blocks=1, num_slots=1
+        )
         self._owned[segment.cache.ctypes.data] = segment
         return segment.cache.ctypes.data
 

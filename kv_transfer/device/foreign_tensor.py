@@ -1,7 +1,8 @@
-"""A torch tensor over memory that torch did not allocate: our own pool, or a peer's that is mapped here. Triton takes it like any other.
+"""A torch tensor over memory that torch did not allocate: our own pool, or a peer's that is mapped here. Triton takes
+it like any other.
 
-Through DLPack, because it names the device itself: of a pointer into a peer's memory CUDA may say that it lies on a GPU which this
-process is not even shown, and torch would refuse it.
+Through DLPack, because it names the device itself: of a pointer into a peer's memory CUDA may say that it lies on a GPU
+which this process is not even shown, and torch would refuse it.
 """
 
 import ctypes
@@ -32,7 +33,9 @@ class _DLTensor(ctypes.Structure):
 
 _UNSIGNED = 1
 _described: list[object] = []
-"""Descriptions of tensors, 100 bytes each: torch may look at one for as long as its tensor lives, so they stay for ever."""
+"""Descriptions of tensors, 100 bytes each: torch may look at one for as long as its tensor lives, so they stay for
+ever.
+"""
 
 
 def foreign_tensor(pointer: int, num_blocks: int, block_bytes: int, device_type: int, ordinal: int) -> Any:
@@ -40,7 +43,9 @@ def foreign_tensor(pointer: int, num_blocks: int, block_bytes: int, device_type:
     from torch.utils.dlpack import from_dlpack  # where a runner computes with torch, it is loaded already
 
     shape = (ctypes.c_int64 * 2)(num_blocks, block_bytes)
-    description = _DLTensor(pointer, device_type, ordinal, 2, _UNSIGNED, 8, 1, ctypes.addressof(shape), None, 0, None, None)
+    description = _DLTensor(
+        pointer, device_type, ordinal, 2, _UNSIGNED, 8, 1, ctypes.addressof(shape), None, 0, None, None
+    )
     _described.extend((shape, description))
     new_capsule = ctypes.pythonapi.PyCapsule_New
     new_capsule.restype, new_capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)

@@ -1,4 +1,6 @@
-"""What lies between two GPUs, in words for one log line. Facts only explain a choice of transport; none is made by them."""
+"""What lies between two GPUs, in words for one log line. Facts only explain a choice of transport; none is made by
+them.
+"""
 
 from importlib import import_module
 

@@ -1,1 +1,3 @@
-"""How blocks move: a file for each transport, the thread and the copy loop that they share, staging/ for host_staged alone."""
+"""How blocks move: a file for each transport, the thread and the copy loop that they share, staging/ for host_staged
+alone.
+"""

@@ -1,4 +1,5 @@
-"""The copy itself, compiled so that it runs without the interpreter lock: an engine busy in Python cannot slow a transfer.
+"""The copy itself, compiled so that it runs without the interpreter lock: an engine busy in Python cannot slow a
+transfer.
 
 Where numba is not installed numpy copies row by row, holding the lock between rows.
 """
@@ -48,5 +49,7 @@ def widest(blocks: Blocks) -> npt.NDArray[np.unsignedinteger]:
 
 
 def copy_blocks(destination: Blocks, source: Blocks, dst_blocks: Int64, src_blocks: Int64) -> None:
-    """Copies whole blocks, both uint8 [num_blocks, block_bytes]; ids must be in range. The first call compiles: 0.5 s, once a machine."""
+    """Copies whole blocks, both uint8 [num_blocks, block_bytes]; ids must be in range. The first call compiles: 0.5 s,
+    once a machine.
+    """
     _compiled(widest(destination), widest(source), dst_blocks, src_blocks)

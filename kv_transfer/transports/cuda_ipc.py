@@ -1,13 +1,15 @@
-"""Transport between two GPUs of one node: the decode engine maps the prefill engine's cache and its copy engines fetch blocks.
+"""Transport between two GPUs of one node: the decode engine maps the prefill engine's cache and its copy engines fetch
+blocks.
 
- 1. The prefill engine keeps its cache in a `DevicePool` and puts the pool's handle into its endpoint. Lease words lie in host memory, in a
-    shared segment, as they do for engines on the CPU.
- 2. The decode engine opens the handle and copies the nonce behind the cache: proof that bytes really come from there to here.
- 3. A pull is one copy per run of neighbouring blocks on a stream of its own, so that the SMs stay with decode; where runs are small a
-    kernel gathers them instead. Its last event reached, the lease word is read, in host memory.
+ 1. The prefill engine keeps its cache in a `DevicePool` and puts the pool's handle into its endpoint. Lease words lie
+    in host memory, in a shared segment, as they do for engines on the CPU.
+ 2. The decode engine opens the handle and copies the nonce behind the cache: proof that bytes really come from there to
+    here.
+ 3. A pull is one copy per run of neighbouring blocks on a stream of its own, so that the SMs stay with decode; where
+    runs are small a kernel gathers them instead. Its last event reached, the lease word is read, in host memory.
 
-The exporter may die at any moment. What a driver then does with mapped memory is not relied on: the pull ends with bytes or with an error,
-and the lease word decides whether bytes count.
+The exporter may die at any moment. What a driver then does with mapped memory is not relied on: the pull ends with
+bytes or with an error, and the lease word decides whether bytes count.
 """
 
 import logging
@@ -33,11 +35,14 @@ KIND = "cuda_ipc"
 PIECE_BYTES = 64 << 20
 """Started between two looks at `cancel`. Two pieces are under way at once, so that looking costs no time."""
 GATHER_BELOW_BYTES = 64 << 10
-"""Mean bytes of a run: below, starting its copy takes longer than the copy, and one kernel moves all runs of a piece."""
+"""Mean bytes of a run: below, starting its copy takes longer than the copy, and one kernel moves all runs of a piece.
+"""
 
 
 def export(device: Device, pool: DevicePool, segment: SharedSegment) -> Endpoint:
-    """What a decode engine needs to map the pool and the segment's lease words. Raises PullFailed where memory cannot be shared."""
+    """What a decode engine needs to map the pool and the segment's lease words. Raises PullFailed where memory cannot
+    be shared.
+    """
     return single(
         KIND,
         num_blocks=pool.blocks.num_blocks,
@@ -104,16 +109,22 @@ class CudaIpcPeer:
             return
         for src_block, dst_block, num_blocks in runs.tolist():
             self._stream.copy(
-                self._cache.pointer + dst_block * block_bytes, self._source.pointer + src_block * block_bytes, num_blocks * block_bytes
+                self._cache.pointer + dst_block * block_bytes,
+                self._source.pointer + src_block * block_bytes,
+                num_blocks * block_bytes,
             )
 
 
 class CudaIpcTransport:
-    """Pulls into `cache`. `gather`: the kernel for small runs; without one, every run is a copy. `notify` is called from other threads."""
+    """Pulls into `cache`. `gather`: the kernel for small runs; without one, every run is a copy. `notify` is called
+    from other threads.
+    """
 
     name = KIND
 
-    def __init__(self, device: Device, cache: DeviceBlocks, notify: Callable[[], None], gather: Gather | None = None) -> None:
+    def __init__(
+        self, device: Device, cache: DeviceBlocks, notify: Callable[[], None], gather: Gather | None = None
+    ) -> None:
         self._device, self._cache, self._notify, self._gather = device, cache, notify, gather
         self._peers: WeakSet[CudaIpcPeer] = WeakSet()
         """Those somebody still holds: a closed one must not keep what it had mapped."""

@@ -1,12 +1,14 @@
 """Transport between two GPUs without a path of their own: through pinned host memory that both processes map.
 
  1. The prefill engine makes a shared segment: lease words, and one channel (channel.py) for each peer that may come.
- 2. A decode engine claims a channel with a lock on one byte of the file; the kernel takes that back when the process ends.
- 3. It orders its pull in buffers' worths. The prefill engine's thread copies them from its GPU into the channel's buffers, the decode
-    engine's thread from there to its own GPU: two streams, both at work on different buffers.
+ 2. A decode engine claims a channel with a lock on one byte of the file; the kernel takes that back when the process
+    ends.
+ 3. It orders its pull in buffers' worths. The prefill engine's thread copies them from its GPU into the channel's
+    buffers, the decode engine's thread from there to its own GPU: two streams, both at work on different buffers.
  4. Copied, a buffer is ordered anew. After the last one the lease word is read, in host memory.
 
-The exporter may die at any moment: the lock that it holds on its file tells, and one that lives and does nothing is given STALL_S.
+The exporter may die at any moment: the lock that it holds on its file tells, and one that lives and does nothing is
+given STALL_S.
 """
 
 import fcntl
@@ -44,14 +46,20 @@ STALL_S = 2.0
 class StagedExport:
     """What the prefill side holds: pinned channels and the threads that fill them."""
 
-    def __init__(self, device: Device, pool: DevicePool, segment: SharedSegment, buffer_bytes: int, num_buffers: int) -> None:
-        """`segment`: its cache is the channels, [number of channels, `channel_bytes`]. Raises PullFailed where memory cannot be pinned."""
+    def __init__(
+        self, device: Device, pool: DevicePool, segment: SharedSegment, buffer_bytes: int, num_buffers: int
+    ) -> None:
+        """`segment`: its cache is the channels, [number of channels, `channel_bytes`]. Raises PullFailed where memory
+        cannot be pinned.
+        """
         self._segment = segment
         with ExitStack() as resources:
             address = segment.cache.ctypes.data
             device.pin(address, segment.cache.nbytes)
             resources.callback(device.unpin, address)
-            server = StagingServer(device, pool, [Channel(memory, buffer_bytes, num_buffers) for memory in segment.cache])
+            server = StagingServer(
+                device, pool, [Channel(memory, buffer_bytes, num_buffers) for memory in segment.cache]
+            )
             resources.callback(server.close)
             self._resources = resources.pop_all()
         self.endpoint = single(
@@ -83,7 +91,13 @@ class HostStagedPeer:
         resources: ExitStack,
     ) -> None:
         """`resources`: what `close` gives back."""
-        self._client, self._segment, self._num_blocks, self._cache, self._resources = client, segment, num_blocks, cache, resources
+        self._client, self._segment, self._num_blocks, self._cache, self._resources = (
+            client,
+            segment,
+            num_blocks,
+            cache,
+            resources,
+        )
         self._thread = PullThread(notify)
 
     def pull(self, src_blocks: Sequence[int], dst_blocks: Sequence[int]) -> Pull:
@@ -100,11 +114,15 @@ class HostStagedPeer:
 
 
 class HostStagedTransport:
-    """Pulls into `cache`. `notify` is called from other threads. `stall_s`: how long a living exporter may be silent in a pull."""
+    """Pulls into `cache`. `notify` is called from other threads. `stall_s`: how long a living exporter may be silent in
+    a pull.
+    """
 
     name = KIND
 
-    def __init__(self, device: Device, cache: DeviceBlocks, notify: Callable[[], None], stall_s: float = STALL_S) -> None:
+    def __init__(
+        self, device: Device, cache: DeviceBlocks, notify: Callable[[], None], stall_s: float = STALL_S
+    ) -> None:
         self._device, self._cache, self._notify, self._stall_s = device, cache, notify, stall_s
         self._peers: WeakSet[HostStagedPeer] = WeakSet()
         """Those somebody still holds: a closed one must not keep what it had mapped."""
@@ -152,11 +170,15 @@ def _claim(fd: int, num_channels: int, resources: ExitStack) -> int:
 
 
 def _lock(fd: int, number: int, kind: int) -> None:
-    """Of the open file, not of the process: two peers in one process exclude each other, too. fcntl_locking(2), struct flock."""
+    """Of the open file, not of the process: two peers in one process exclude each other, too. fcntl_locking(2), struct
+    flock.
+    """
     fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", kind, os.SEEK_SET, number, 1, 0))
 
 
 def _map_channel(fd: int, first_offset: int, number: int, num_bytes: int) -> npt.NDArray[np.uint8]:
     """Writable; the rest of the segment, lease words included, stays out of reach."""
-    memory = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, offset=first_offset + number * num_bytes)
+    memory = mmap.mmap(
+        fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, offset=first_offset + number * num_bytes
+    )
     return np.frombuffer(memory, np.uint8)

@@ -1,4 +1,5 @@
-"""A transport inside one process, for the simulator and tests: every pull moves when its driver says so, block by block.
+"""A transport inside one process, for the simulator and tests: every pull moves when its driver says so, block by
+block.
 
 So a pull can fail, stop half way, or end after its lease died and its blocks were reused.
 """
@@ -35,7 +36,9 @@ class LocalNetwork:
 
 
 class LocalPull:
-    """A pull whose bytes move when the driver calls `advance`; `fail` ends it, `cancel` makes the next `advance` end it."""
+    """A pull whose bytes move when the driver calls `advance`; `fail` ends it, `cancel` makes the next `advance` end
+    it.
+    """
 
     def __init__(
         self,
@@ -64,7 +67,9 @@ class LocalPull:
         self.cancelled = True
 
     def advance(self, num_blocks: int | None = None) -> None:
-        """Copies the next `num_blocks` blocks (all that are left) as they are in the source now; terminal after the last."""
+        """Copies the next `num_blocks` blocks (all that are left) as they are in the source now; terminal after the
+        last.
+        """
         if self.done:
             return
         if self.cancelled:
@@ -89,7 +94,9 @@ class LocalPull:
 
 
 class LocalPeer:
-    def __init__(self, network: LocalNetwork, exported: Exported, cache: Blocks, notify: Callable[[], None], immediate: bool) -> None:
+    def __init__(
+        self, network: LocalNetwork, exported: Exported, cache: Blocks, notify: Callable[[], None], immediate: bool
+    ) -> None:
         self._network, self._exported, self._cache = network, exported, cache
         self._notify, self._immediate = notify, immediate
 
@@ -108,11 +115,20 @@ class LocalPeer:
 
 
 class LocalTransport:
-    """Pulls into `cache`. `immediate`: every pull is terminal before `pull` returns, for tests that care about nothing in between."""
+    """Pulls into `cache`. `immediate`: every pull is terminal before `pull` returns, for tests that care about nothing
+    in between.
+    """
 
     name = "local"
 
-    def __init__(self, network: LocalNetwork, cache: Blocks, notify: Callable[[], None] = lambda: None, *, immediate: bool = False) -> None:
+    def __init__(
+        self,
+        network: LocalNetwork,
+        cache: Blocks,
+        notify: Callable[[], None] = lambda: None,
+        *,
+        immediate: bool = False,
+    ) -> None:
         self._network, self._cache, self._notify, self._immediate = network, cache, notify, immediate
 
     def connect(self, endpoint: Endpoint) -> LocalPeer:

@@ -1,8 +1,11 @@
-"""Transport across nodes, through NIXL: one-sided reads by RDMA or TCP, whatever its UCX finds. An optional dependency (extra `nixl`).
+"""Transport across nodes, through NIXL: one-sided reads by RDMA or TCP, whatever its UCX finds. An optional dependency
+(extra `nixl`).
 
-1. The prefill engine registers its cache, its lease words and a nonce with a NIXL agent and puts the agent's metadata into its endpoint.
+1. The prefill engine registers its cache, its lease words and a nonce with a NIXL agent and puts the agent's metadata
+   into its endpoint.
 2. The decode engine adds that agent to its own and reads the nonce: proof that bytes come from there.
-3. A pull is a list of (address, bytes) pairs, one for each run of neighbouring blocks: descriptors, not bytes, are what costs.
+3. A pull is a list of (address, bytes) pairs, one for each run of neighbouring blocks: descriptors, not bytes, are what
+   costs.
 4. After its last byte the lease word is read the same way. Nothing is shared: a word that cannot be read is no lease.
 """
 
@@ -65,10 +68,14 @@ class Agent:
             api, bindings = import_module("nixl._api"), import_module("nixl._bindings")
         except ImportError as error:
             raise PullFailed(f"NIXL is not installed (extra `nixl`): {error}") from error
-        # It prints to standard output by a handler of its own; its lines belong where ours go, those of libraries from `warning` on.
+        # It prints to standard output by a handler of its own; its lines belong where ours go, those of libraries from
+        # `warning` on.
         theirs = logging.getLogger("nixl")
         theirs.handlers, theirs.propagate, theirs.level = [], True, logging.WARNING
-        self._errors: tuple[type[Exception], ...] = (RuntimeError, *(getattr(bindings, n) for n in dir(bindings) if n.endswith("Error")))
+        self._errors: tuple[type[Exception], ...] = (
+            RuntimeError,
+            *(getattr(bindings, n) for n in dir(bindings) if n.endswith("Error")),
+        )
         with self._reported():
             # Strict: pulls run in threads of their own, words are read in the engine's.
             sync = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
@@ -97,8 +104,12 @@ class Agent:
         with self._reported():
             self._agent.remove_remote_agent(name)
 
-    def read(self, local: Int64, local_kind: str, remote: Int64, remote_kind: str, name: str, given_up: Callable[[], bool]) -> bool:
-        """Copies remote to local pieces, int64 [n, 3]: address, bytes, GPU. False: `given_up`, and nothing writes any more."""
+    def read(
+        self, local: Int64, local_kind: str, remote: Int64, remote_kind: str, name: str, given_up: Callable[[], bool]
+    ) -> bool:
+        """Copies remote to local pieces, int64 [n, 3]: address, bytes, GPU. False: `given_up`, and nothing writes any
+        more.
+        """
         if given_up():
             return False
         with self._reported():
@@ -138,7 +149,9 @@ class NixlExport:
     """What the prefill side holds: an agent and what is registered with it."""
 
     def __init__(self, memory: Memory, words: Words, nonce: bytes, nonce_at: int | None = None) -> None:
-        """`nonce_at`: where the nonce lies, of the cache's kind and registered with it; None: it is kept here. Raises PullFailed."""
+        """`nonce_at`: where the nonce lies, of the cache's kind and registered with it; None: it is kept here. Raises
+        PullFailed.
+        """
         self._agent = Agent(nonce.hex())
         self._nonce = np.frombuffer(nonce, np.uint8).copy()
         num_bytes = memory.num_bytes + (NONCE_BYTES if nonce_at is not None else 0)
@@ -169,7 +182,13 @@ class NixlPeer:
     """A remote agent, with a thread for its pulls: peers do not wait for each other."""
 
     def __init__(
-        self, agent: Agent, name: str, offer: dict[str, Any], cache: Memory, notify: Callable[[], None], release: Callable[[], None]
+        self,
+        agent: Agent,
+        name: str,
+        offer: dict[str, Any],
+        cache: Memory,
+        notify: Callable[[], None],
+        release: Callable[[], None],
     ):
         """`release` lets go of the remote agent."""
         self._agent, self._name, self._offer, self._cache, self._release = agent, name, offer, cache, release
@@ -179,12 +198,16 @@ class NixlPeer:
         self._thread = PullThread(notify)
 
     def pull(self, src_blocks: Sequence[int], dst_blocks: Sequence[int]) -> Pull:
-        pull = Pull(*checked_pairs(src_blocks, self._offer["num_blocks"], dst_blocks, self._cache.num_blocks), self._copy)
+        pull = Pull(
+            *checked_pairs(src_blocks, self._offer["num_blocks"], dst_blocks, self._cache.num_blocks), self._copy
+        )
         self._thread.start(pull)
         return pull
 
     def read_word(self, slot: int) -> int:
-        """0, as where no lease is live, when the word cannot be read; WORD_S at most, and never again from a peer that was lost."""
+        """0, as where no lease is live, when the word cannot be read; WORD_S at most, and never again from a peer that
+        was lost.
+        """
         here = np.array([[self._word.ctypes.data, 8, 0]], np.int64)
         there = np.array([[self._offer["words"] + 8 * slot, 8, 0]], np.int64)
         if not self._lost:
@@ -219,14 +242,18 @@ class NixlTransport:
     name = KIND
 
     def __init__(self, cache: Memory, notify: Callable[[], None]) -> None:
-        """Raises PullFailed where NIXL is not installed or cannot move bytes. Takes seconds: no peer waits for that later."""
+        """Raises PullFailed where NIXL is not installed or cannot move bytes. Takes seconds: no peer waits for that
+        later.
+        """
         self._cache, self._notify = cache, notify
         self._agent = Agent(secrets.token_hex(NONCE_BYTES))
         self._registered: Any = self._agent.register(cache.address, cache.num_bytes, cache.kind, cache.ordinal)
         self._peers: WeakSet[NixlPeer] = WeakSet()
         """Those somebody still holds: a closed one must not keep what it had mapped."""
         self._known: Counter[str] = Counter()
-        """Peers of each remote agent that are open: one engine may be connected to twice, while the old peer is retired."""
+        """Peers of each remote agent that are open: one engine may be connected to twice, while the old peer is
+        retired.
+        """
 
     def connect(self, endpoint: Endpoint) -> NixlPeer:
         offer = offer_of(endpoint, KIND, self._cache.block_bytes)

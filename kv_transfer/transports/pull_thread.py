@@ -9,7 +9,9 @@ from protocol.errors import PullFailed
 
 
 class Pull:
-    """One pull: queued, copying, terminal. `copy` moves its bytes and says why it did not move all, or raises PullFailed."""
+    """One pull: queued, copying, terminal. `copy` moves its bytes and says why it did not move all, or raises
+    PullFailed.
+    """
 
     def __init__(self, src_blocks: Int64, dst_blocks: Int64, copy: Callable[["Pull"], str]) -> None:
         self.src_blocks, self.dst_blocks = src_blocks, dst_blocks

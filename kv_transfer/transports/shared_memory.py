@@ -1,6 +1,8 @@
-"""Transport between two processes of one host: the decode engine copies blocks out of the prefill engine's shared memory.
+"""Transport between two processes of one host: the decode engine copies blocks out of the prefill engine's shared
+memory.
 
- 1. The prefill engine keeps its cache in a `SharedSegment` and says in its endpoint where it lies and which nonce is in it.
+ 1. The prefill engine keeps its cache in a `SharedSegment` and says in its endpoint where it lies and which nonce is in
+    it.
  2. The decode engine opens that file; the nonce proves that both mean the same memory, and not just the same path.
  3. Pulls run one after the other in a thread of their own, in pieces, so that they can be cancelled.
 
@@ -28,11 +30,15 @@ PIECE_BYTES = 16 << 20
 def export(segment: SharedSegment) -> Endpoint:
     """What a decode engine needs to open the segment."""
     num_blocks, block_bytes = segment.cache.shape
-    return single(KIND, num_blocks=num_blocks, block_bytes=block_bytes, path=str(segment.path), nonce=segment.nonce.hex())
+    return single(
+        KIND, num_blocks=num_blocks, block_bytes=block_bytes, path=str(segment.path), nonce=segment.nonce.hex()
+    )
 
 
 class SharedMemoryPeer:
-    """A mapped segment. Its pulls share their transport's thread with those of all other peers: one core's copy fills the memory bus."""
+    """A mapped segment. Its pulls share their transport's thread with those of all other peers: one core's copy fills
+    the memory bus.
+    """
 
     def __init__(self, segment: SharedSegment, cache: Blocks, thread: PullThread) -> None:
         self._segment, self._cache, self._thread = segment, cache, thread
@@ -60,7 +66,9 @@ class SharedMemoryPeer:
 
 
 class SharedMemoryTransport:
-    """Pulls into `cache`, uint8 [num_blocks, block_bytes]. `notify` is called from the copying thread whenever a pull is terminal."""
+    """Pulls into `cache`, uint8 [num_blocks, block_bytes]. `notify` is called from the copying thread whenever a pull
+    is terminal.
+    """
 
     name = KIND
 
@@ -72,7 +80,9 @@ class SharedMemoryTransport:
 
     def connect(self, endpoint: Endpoint) -> SharedMemoryPeer:
         offer = offer_of(endpoint, KIND, self._cache.shape[1])
-        return SharedMemoryPeer(SharedSegment.open(Path(offer["path"]), bytes.fromhex(offer["nonce"])), self._cache, self._thread)
+        return SharedMemoryPeer(
+            SharedSegment.open(Path(offer["path"]), bytes.fromhex(offer["nonce"])), self._cache, self._thread
+        )
 
     def close(self) -> None:
         """Fails what is queued and ends the thread."""

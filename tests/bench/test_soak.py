@@ -25,7 +25,9 @@ def test_what_is_back_is_no_problem() -> None:
 
 
 def test_a_lost_block_much_memory_and_a_death_are_problems() -> None:
-    assert problems(replace(START, free_blocks={"prefill-0": 98, "decode-0": 99})) == ["prefill-0 has 98 free blocks, 99 before"]
+    assert problems(replace(START, free_blocks={"prefill-0": 98, "decode-0": 99})) == [
+        "prefill-0 has 98 free blocks, 99 before"
+    ]
     assert problems(replace(START, free_blocks={"decode-0": 99})) == ["prefill-0 has None free blocks, 99 before"]
     grown = START.memory_bytes | {"router": 10**8 + MAX_GROWTH_BYTES + 2**20}
     assert problems(replace(START, memory_bytes=grown)) == ["router has grown by 33.0 MiB, at most 32 are allowed"]

@@ -1,4 +1,6 @@
-"""A pair of engines built from a configuration, without Ray: two loops in this process, real shared memory, a router of three lines."""
+"""A pair of engines built from a configuration, without Ray: two loops in this process, real shared memory, a router of
+three lines.
+"""
 
 import queue
 from collections.abc import Iterator
@@ -142,7 +144,10 @@ def test_each_pool_computes_on_what_it_was_given() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("device=cuda", "decode.num_gpus=0"), r"decode\.num_gpus: 0, but device cuda needs 1: an engine takes one GPU"),
+        (
+            ("device=cuda", "decode.num_gpus=0"),
+            r"decode\.num_gpus: 0, but device cuda needs 1: an engine takes one GPU",
+        ),
         (("device=cpu",), r"prefill\.num_gpus: 1, but device cpu needs 0"),
         (("transfer.checksum=true",), r"transfer\.checksum: reads KV on the host, but prefill\.num_gpus is 1"),
     ],
@@ -181,7 +186,9 @@ def test_what_the_limits_of_one_engine_mean_is_said_at_the_start() -> None:
     assert warned("prefill.num_blocks=3") == [
         "prompts of more than 32 tokens are computed by decode engines alone: prefill engines do not take them"
     ]
-    assert warned("decode.num_blocks=3", "prefill.replicas=0")[0].startswith("prompts of more than 32 tokens are refused")
+    assert warned("decode.num_blocks=3", "prefill.replicas=0")[0].startswith(
+        "prompts of more than 32 tokens are refused"
+    )
 
 
 def test_swap_space_counts_in_blocks() -> None:

@@ -25,7 +25,9 @@ def stop() -> Iterator[StopRequest]:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_while_serving_the_first_signal_asks_and_the_second_interrupts(stop: StopRequest, number: signal.Signals) -> None:
+def test_while_serving_the_first_signal_asks_and_the_second_interrupts(
+    stop: StopRequest, number: signal.Signals
+) -> None:
     stop.serving = True
     os.kill(os.getpid(), number)
     assert stop.asked
@@ -62,7 +64,12 @@ FOREIGN = ["/models/[/red]/[bold]x[/bold]", "a :warning: [link=http://x]y", "/a/
 
 @pytest.mark.parametrize(
     ("host", "address"),
-    [("127.0.0.1", "127.0.0.1:7"), ("::1", "[::1]:7"), ("::", "localhost:7, as on every interface"), ("router.lan", "router.lan:7")],
+    [
+        ("127.0.0.1", "127.0.0.1:7"),
+        ("::1", "[::1]:7"),
+        ("::", "localhost:7, as on every interface"),
+        ("router.lan", "router.lan:7"),
+    ],
 )
 def test_serve_says_everything_as_it_is_on_one_line_each(host: str, address: str) -> None:
     """A deployment that only says things and is asked to stop at once."""
@@ -135,7 +142,9 @@ def run_without_server(*args: str) -> "subprocess.CompletedProcess[str]":
 def test_server_commands_say_what_is_missing(command: str) -> None:
     result = run_without_server(command, "--set", "a=b")
     assert result.returncode == 2
-    assert result.stderr == "The server packages are not installed here. In the source tree: pip install -e '.[server]'\n"
+    assert (
+        result.stderr == "The server packages are not installed here. In the source tree: pip install -e '.[server]'\n"
+    )
 
 
 def test_client_commands_work_without_the_server() -> None:

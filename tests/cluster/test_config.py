@@ -63,7 +63,10 @@ def test_prefill_always_holds_and_decode_checks() -> None:
         ("dtype=float8", r"dtype: 'float8' is not allowed"),
         ("log_level=loud", r"log_level: 'loud' is not allowed"),
         ("transfer.checksum=3", r"transfer\.checksum: 3 is not allowed"),
-        ("router.otlp_endpoint=127.0.0.1:4318", r"router\.otlp_endpoint: '127\.0\.0\.1:4318' is no URL of http or https"),
+        (
+            "router.otlp_endpoint=127.0.0.1:4318",
+            r"router\.otlp_endpoint: '127\.0\.0\.1:4318' is no URL of http or https",
+        ),
         ("transfer.transport=pigeon", r"transfer\.transport: 'pigeon' is not allowed"),
         ("decode.block_size=32", r"prefill\.block_size: 16 differs from decode\.block_size 32"),
         ("decode=3", r"decode: 3 is not a mapping"),
@@ -95,7 +98,11 @@ def test_the_torch_runner_needs_a_model() -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("- a\n- b\n", "the file holds no mapping"), ("a: [\n", "not YAML"), ("prefill: 3\n", "prefill: 3 is not a mapping")],
+    [
+        ("- a\n- b\n", "the file holds no mapping"),
+        ("a: [\n", "not YAML"),
+        ("prefill: 3\n", "prefill: 3 is not a mapping"),
+    ],
 )
 def test_files_that_are_no_configuration(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "cluster.yaml"

@@ -30,7 +30,13 @@ def test_answers_may_say_anything_and_tables_fold() -> None:
     answer = demo.Answer(demo.Prompt("[/red]", "", 8), text=FOREIGN, token_times_s=[0.1, 0.2])
     console.print(demo._answer_table([answer], 60))
     console.print(demo._request_table([answer]))
-    engine = {"replica_id": "decode-0[/red]", "trays": [{"Z" * 90: 1}], "steps": 12345678.0, "num_blocks": 5, "num_blocks_used": 4}
+    engine = {
+        "replica_id": "decode-0[/red]",
+        "trays": [{"Z" * 90: 1}],
+        "steps": 12345678.0,
+        "num_blocks": 5,
+        "num_blocks_used": 4,
+    }
     console.print(demo._engine_table([{**engine, "bytes_moved": 123456789.0, "gb_per_s": 1.5}]))
     text = shown.getvalue()
     assert "…" not in text

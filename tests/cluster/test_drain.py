@@ -26,14 +26,20 @@ class RouterAtItsDeadline(Actor):
 
 def test_what_the_deadline_has_cut_short_is_not_called_drained() -> None:
     deployment = Deployment(from_tree({"runner": "arithmetic"}), print)
-    deployment._router.actor, deployment._router.state = RouterAtItsDeadline(Address(ROUTER_ID, 1), [], deployment._ray), "up"
+    deployment._router.actor, deployment._router.state = (
+        RouterAtItsDeadline(Address(ROUTER_ID, 1), [], deployment._ray),
+        "up",
+    )
     assert deployment.drain(5.0) == 3
 
 
 def test_a_router_that_does_not_answer_holds_up_no_drain() -> None:
     deployment = Deployment(from_tree({"runner": "arithmetic"}), print)
     asked: list[float] = []
-    deployment._router.actor, deployment._router.state = FrozenRouter(Address(ROUTER_ID, 1), asked, deployment._ray), "up"
+    deployment._router.actor, deployment._router.state = (
+        FrozenRouter(Address(ROUTER_ID, 1), asked, deployment._ray),
+        "up",
+    )
     assert deployment.drain(5.0) is None
     assert deployment.drain(0.0) is None
     assert all(timeout_s <= max(1.0, limit_s) for timeout_s, limit_s in zip(asked, (5.0, 0.0), strict=True))

@@ -73,7 +73,9 @@ def test_made_once_then_reused(cache: Path, fake_fetch: None, monkeypatch: pytes
     assert list(cache.iterdir()) == [first], "nothing temporary is left"
 
 
-def test_a_slower_process_takes_what_the_faster_one_made(cache: Path, fake_fetch: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slower_process_takes_what_the_faster_one_made(
+    cache: Path, fake_fetch: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     convert = gguf_convert.convert_gguf
 
     def beaten(gguf_file: Path, model_dir: Path, progress: Callable[[str], None]) -> None:
@@ -118,7 +120,9 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: p
         fetch.demo_model_dir(lambda text: None)
 
 
-def test_a_disk_that_fills_is_one_line_with_the_remedy(cache: Path, fake_fetch: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fills_is_one_line_with_the_remedy(
+    cache: Path, fake_fetch: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fill(gguf_file: Path, model_dir: Path, progress: Callable[[str], None]) -> None:
         (model_dir / "config.json").write_text("half")
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -127,7 +131,10 @@ def test_a_disk_that_fills_is_one_line_with_the_remedy(cache: Path, fake_fetch: 
     with pytest.raises(ModelError) as raised:
         fetch.demo_model_dir(lambda text: None)
     reason = "[Errno 28] No space left on device"
-    assert str(raised.value) == f"{cache}: cannot be written: {reason}; free 500 MB there or set TWOPASS_CACHE to another folder"
+    assert (
+        str(raised.value)
+        == f"{cache}: cannot be written: {reason}; free 500 MB there or set TWOPASS_CACHE to another folder"
+    )
     assert list(cache.iterdir()) == []
 
 
@@ -137,7 +144,9 @@ def test_nobody_has_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.delenv("TWOPASS_CACHE", raising=False)
     monkeypatch.setattr(Path, "home", home)
-    with pytest.raises(ModelError, match=r"no folder for SmolLM2-135M-Instruct: no HOME.*TWOPASS_CACHE can name a folder"):
+    with pytest.raises(
+        ModelError, match=r"no folder for SmolLM2-135M-Instruct: no HOME.*TWOPASS_CACHE can name a folder"
+    ):
         fetch.demo_model_dir(lambda text: None)
 
 
@@ -157,7 +166,9 @@ def test_a_damaged_model_is_made_again(cache: Path, fake_fetch: None, name: str,
     assert list(cache.iterdir()) == [model_dir], "nothing damaged is left"
 
 
-def test_a_damaged_model_that_cannot_be_fetched_is_named(cache: Path, fake_fetch: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_model_that_cannot_be_fetched_is_named(
+    cache: Path, fake_fetch: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def offline(work: Path, progress: Callable[[str], None]) -> Path:
         raise ModelError("no network")
 

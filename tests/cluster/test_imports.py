@@ -17,7 +17,10 @@ ROOT = Path(__file__).parents[2]
         ("cluster.plan", "torch ray"),
         ("cluster.cli", "ray numpy"),
         # what a GPU can be measured with where little is installed
-        ("engine.runners.cuda_memory, engine.loop, prefill_pool.service, decode_pool.service", "ray numba pydantic yaml gguf"),
+        (
+            "engine.runners.cuda_memory, engine.loop, prefill_pool.service, decode_pool.service",
+            "ray numba pydantic yaml gguf",
+        ),
     ],
 )
 def test_modules_load_nothing_that_they_do_not_use(module: str, absent: str) -> None:

@@ -36,7 +36,9 @@ def small(*overrides: str) -> ClusterConfig:
 
 def test_a_long_prompt_takes_as_many_steps_as_the_budget_says() -> None:
     """30,000 = 3 x 8,192 + 5,424 = 14 x 2,048 + 1,328."""
-    large, little = (colocated(30_000, 100, 200, ROOMY, f"decode.max_num_batched_tokens={budget}") for budget in (8192, 2048))
+    large, little = (
+        colocated(30_000, 100, 200, ROOMY, f"decode.max_num_batched_tokens={budget}") for budget in (8192, 2048)
+    )
     assert (large.steps_per_lone_prompt, little.steps_per_lone_prompt) == (4, 15)
     # beside 200 decodes: 8,192 - 200 = 7,992 and 4 x 7,992 = 31,968; 2,048 - 200 = 1,848 and 17 x 1,848 = 31,416
     assert (large.num_running, large.first_chunk_tokens, large.steps_per_prompt) == (200, 7_992, 4)
@@ -44,7 +46,9 @@ def test_a_long_prompt_takes_as_many_steps_as_the_budget_says() -> None:
 
 
 def test_a_threshold_and_drafts_take_their_share() -> None:
-    pool = colocated(30_000, 100, 200, ROOMY, "decode.long_prefill_token_threshold=1000", "decode.num_speculative_tokens=3")
+    pool = colocated(
+        30_000, 100, 200, ROOMY, "decode.long_prefill_token_threshold=1000", "decode.num_speculative_tokens=3"
+    )
     assert (pool.steps_per_lone_prompt, pool.steps_per_prompt) == (4, 30)
     pool = colocated(30_000, 100, 200, ROOMY, "decode.num_speculative_tokens=3")
     assert pool.first_chunk_tokens == 8_192 - 200 * 4
@@ -60,7 +64,9 @@ def test_without_chunks_a_prompt_is_one_step_or_none() -> None:
 
 
 def test_what_the_blocks_hold() -> None:
-    """1,000 + 25 - 1 = 1,024 tokens are 64 blocks; block 0 is never used, so 640 blocks hold 9 such sequences and 641 hold 10."""
+    """1,000 + 25 - 1 = 1,024 tokens are 64 blocks; block 0 is never used, so 640 blocks hold 9 such sequences and 641
+    hold 10.
+    """
     assert [colocated(1_000, 25, 1, f"decode.num_blocks={num}").num_contexts for num in (640, 641)] == [9, 10]
     pool = colocated(1_000, 25, 1, "decode.num_blocks=0", f"decode.kv_cache_bytes={641 * 256 + 255}")
     assert (pool.num_usable_blocks, pool.num_contexts, pool.blocks_from) == (640, 10, "kv_cache_bytes")
@@ -77,7 +83,9 @@ def test_what_the_blocks_hold() -> None:
         (800, ("decode.max_num_seqs=1000", "decode.num_blocks=691"), "KV blocks", 10 * 11),
     ],
 )
-def test_the_lowest_ceiling_below_the_load_binds(running: int, overrides: tuple[str, ...], binds: str | None, step_tokens: int) -> None:
+def test_the_lowest_ceiling_below_the_load_binds(
+    running: int, overrides: tuple[str, ...], binds: str | None, step_tokens: int
+) -> None:
     pool = colocated(1_000, 100, running, *overrides)
     assert (pool.binds, pool.step_tokens) == (binds, step_tokens)
 
@@ -116,14 +124,26 @@ def test_a_gpu_must_be_known_and_large_enough() -> None:
     [
         (("decode.num_speculative_tokens=32",), "decode.max_num_seqs: 256 sequences with 32 drafts each do not fit"),
         (("decode.num_blocks=4481",), "decode.max_num_seqs: 256 seats, but the blocks hold 64 sequences"),
-        (("decode.long_prefill_token_threshold=250",), "decode.long_prefill_token_threshold: 250 makes 4 steps of a prompt that takes 1"),
-        (("decode.enable_chunked_prefill=false",), "decode.max_num_batched_tokens: 8192 is the longest prompt without chunking"),
+        (
+            ("decode.long_prefill_token_threshold=250",),
+            "decode.long_prefill_token_threshold: 250 makes 4 steps of a prompt that takes 1",
+        ),
+        (
+            ("decode.enable_chunked_prefill=false",),
+            "decode.max_num_batched_tokens: 8192 is the longest prompt without chunking",
+        ),
         (("decode.watermark=0.9991",), "decode.watermark: 0.9991 leaves too little for one prompt"),
         (("decode.num_blocks=2000",), "decode.max_model_len: 65536, but all blocks together hold 31984 tokens"),
-        (("decode.cuda_graph_sizes=[1, 128]",), "decode.cuda_graph_sizes: 128 is the largest; steps of up to 256 decodes"),
+        (
+            ("decode.cuda_graph_sizes=[1, 128]",),
+            "decode.cuda_graph_sizes: 128 is the largest; steps of up to 256 decodes",
+        ),
         (("decode.max_model_len=1099",), "decode.max_model_len: 1099 is too short for the load"),
         (("decode.num_blocks=60",), "decode: 59 blocks hold not one sequence of this load"),
-        (("prefill.replicas=1", "prefill.max_model_len=2000"), "prompts of more than 1999 tokens are computed by decode engines alone"),
+        (
+            ("prefill.replicas=1", "prefill.max_model_len=2000"),
+            "prompts of more than 1999 tokens are computed by decode engines alone",
+        ),
         (
             ("prefill.replicas=1", "prefill.max_model_len=2000", "router.disaggregation=strict"),
             "prompts of more than 1999 tokens are refused: no engine computes them",
@@ -132,7 +152,10 @@ def test_a_gpu_must_be_known_and_large_enough() -> None:
             ("prefill.replicas=1", "prefill.max_model_len=2000", "router.disaggregation=strict"),
             "requests of more than 1999 tokens, answer included, are refused: strict",
         ),
-        (("decode.enable_chunked_prefill=false",), "prompts of more than 8192 tokens are refused: no engine computes them"),
+        (
+            ("decode.enable_chunked_prefill=false",),
+            "prompts of more than 8192 tokens are refused: no engine computes them",
+        ),
         (
             ("prefill.replicas=1", "prefill.max_model_len=65536", "decode.enable_chunked_prefill=false"),
             "prompts of more than 8192 tokens are refused while no prefill engine is up",
@@ -152,7 +175,9 @@ def test_a_transfer_longer_than_its_prefill_is_said() -> None:
     rates = Rates(transfer_bytes_per_s=8_000.0, prefill_tokens_per_s=1_000.0)
     result = planned(small("prefill.replicas=1", "prefill.max_model_len=65536"), 1_024, 100, 100, rates=rates)
     assert (result.transfer_s, result.prefill_s) == (2.048, 1.024)
-    assert result.warnings == ["transfer: 2.05 s for one prompt is longer than its prefill, 1.02 s: it cannot hide behind it"]
+    assert result.warnings == [
+        "transfer: 2.05 s for one prompt is longer than its prefill, 1.02 s: it cannot hide behind it"
+    ]
 
 
 def test_the_table_names_every_pool() -> None:

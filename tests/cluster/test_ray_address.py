@@ -40,7 +40,9 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_address_is_named_with_the_remedy(text: str, problem: str) -> None:
-    with pytest.raises(ConfigError, match="give HOST:PORT of its GCS, usually port 6379, or unset RAY_ADDRESS") as raised:
+    with pytest.raises(
+        ConfigError, match="give HOST:PORT of its GCS, usually port 6379, or unset RAY_ADDRESS"
+    ) as raised:
         parse(text)
     assert str(raised.value).startswith(f"RAY_ADDRESS: {problem}")
 
@@ -98,11 +100,15 @@ def test_a_ray_that_answers_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 def test_a_private_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     with gcs(node(ALIVE, "/tmp/twopass-123-abc")) as address:
-        assert problem(monkeypatch, address).startswith(f"RAY_ADDRESS: {address} is the private Ray of another deployment")
+        assert problem(monkeypatch, address).startswith(
+            f"RAY_ADDRESS: {address} is the private Ray of another deployment"
+        )
 
 
 def test_auto_looks_for_no_ray_that_it_was_not_told_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert problem(monkeypatch, "auto").startswith("RAY_ADDRESS: auto means the Ray that `ray start` started on this machine")
+    assert problem(monkeypatch, "auto").startswith(
+        "RAY_ADDRESS: auto means the Ray that `ray start` started on this machine"
+    )
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray" / "ray_current_cluster").write_text("127.0.0.1:1")
     assert problem(monkeypatch, "auto").startswith("RAY_ADDRESS: no Ray answers at auto (127.0.0.1:1): ")

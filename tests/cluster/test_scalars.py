@@ -123,10 +123,15 @@ def test_elsewhere_yaml_1_2_counts(text: str, value: object) -> None:
 
 def test_numbers_may_have_exponents_and_sections_may_be_merged(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
-    path.write_text("runner: arithmetic\nprefill: &pool\n  max_num_seqs: 3\n  watermark: 1e-2\ndecode:\n  <<: *pool\n  preemption: auto\n")
+    path.write_text(
+        "runner: arithmetic\nprefill: &pool\n  max_num_seqs: 3\n  watermark: 1e-2\ndecode:\n  <<: *pool\n  "
+        "preemption: auto\n"
+    )
     config = load(path)
     assert (config.decode.engine.max_num_seqs, config.decode.engine.watermark) == (3, 0.01)
-    with pytest.raises(ConfigError, match=r"decode\.max_num_seqs: 1000\.0 is not allowed: Input should be a valid integer"):
+    with pytest.raises(
+        ConfigError, match=r"decode\.max_num_seqs: 1000\.0 is not allowed: Input should be a valid integer"
+    ):
         load(path, ["decode.max_num_seqs=1e3"])
     with pytest.raises(ConfigError, match=r"decode\.max_num_seqs: 'off' is not allowed"):
         load(path, ["decode.max_num_seqs=off"])

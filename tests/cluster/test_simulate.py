@@ -40,7 +40,12 @@ def test_the_same_workload_is_the_same_result_and_load_costs_latency() -> None:
 
 @pytest.mark.parametrize(
     ("text", "named"),
-    [("poisson:rat=3", "rat"), ("poisson:rate=x", "rate"), ("poisson:rate=0", "rate"), ("no/such/file", "no/such/file")],
+    [
+        ("poisson:rat=3", "rat"),
+        ("poisson:rate=x", "rate"),
+        ("poisson:rate=0", "rate"),
+        ("no/such/file", "no/such/file"),
+    ],
 )
 def test_a_bad_workload_is_named(text: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):

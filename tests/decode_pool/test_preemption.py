@@ -1,4 +1,6 @@
-"""What a decode engine tells the router of a preemption. Five blocks of 4 tokens: a grows to 17 tokens, b goes with 7 computed ones."""
+"""What a decode engine tells the router of a preemption. Five blocks of 4 tokens: a grows to 17 tokens, b goes with 7
+computed ones.
+"""
 
 from typing import Any
 
@@ -15,7 +17,9 @@ def pressed(**knobs: Any) -> DecodeWorld:
 
 def ask(world: DecodeWorld) -> None:
     for name, slot, num_prompt, max_tokens in (("a", 1, 8, 10), ("b", 2, 4, 12)):
-        message = world.request(num_prompt, key=key(name), slot=slot, role="alone", peer=None, max_tokens=max_tokens, cache_salt=name)
+        message = world.request(
+            num_prompt, key=key(name), slot=slot, role="alone", peer=None, max_tokens=max_tokens, cache_salt=name
+        )
         world.say(ROUTER, message)
 
 

@@ -50,7 +50,11 @@ def test_a_handed_off_request_decodes_what_prefill_began() -> None:
     assert to == P and (release.outcome, release.lease_id, release.num_bytes) == ("consumed", 9, 3 * 32)
     assert [world.step() for _ in range(4)] == [{"r": 1}, {"r": 1}, {"r": 1}, {}]
     rows = [message for _, message in world.sent(StepTokens)]
-    assert [(m.offsets.tolist(), m.token_ids.tolist()) for m in rows] == [([0], ANSWER[:2]), ([2], [ANSWER[2]]), ([3], [ANSWER[3]])]
+    assert [(m.offsets.tolist(), m.token_ids.tolist()) for m in rows] == [
+        ([0], ANSWER[:2]),
+        ([2], [ANSWER[2]]),
+        ([3], [ANSWER[3]]),
+    ]
     assert rows[-1].ends[0].finish_reason == "length"
     assert {"transfer", "decode_queue", "first_step", "decode"} <= set(rows[-1].stages[0].seconds)
     assert world.service.idle
@@ -158,7 +162,9 @@ def test_what_ends_a_request_before_it_runs(cause: str, state: str) -> None:
 def test_a_pull_that_ends_after_its_request_is_neither_verified_nor_cached() -> None:
     world = reserved()
     world.say(ROUTER, AbortRequest(key=key(), reason="client"))
-    world.say(P, KVRevoke(key=key(), lease_id=9, reason="client"))  # ignored: the one answer comes when the pull has ended
+    world.say(
+        P, KVRevoke(key=key(), lease_id=9, reason="client")
+    )  # ignored: the one answer comes when the pull has ended
     assert releases(world) == []
     world.finish_pulls()
     assert releases(world) == ["refused"]
@@ -222,7 +228,10 @@ def test_a_pull_that_stalls_is_asked_to_end_whatever_became_of_its_request(cause
 
 
 def test_every_state_that_a_pull_may_write_in_has_its_timer() -> None:
-    assert {state for state, timers in DECODE_TIMERS.items() if "pull" in timers} == {DecodeState.RESERVED, DecodeState.DRAINING}
+    assert {state for state, timers in DECODE_TIMERS.items() if "pull" in timers} == {
+        DecodeState.RESERVED,
+        DecodeState.DRAINING,
+    }
 
 
 def test_a_refusal_without_a_request_leaves_the_telling_to_the_prefill_engine() -> None:
@@ -362,7 +371,9 @@ def test_a_failed_step_fails_its_requests_alone() -> None:
 
 
 def found_in_flight(ready: int) -> tuple[DecodeWorld, Batch]:
-    """`first` computes a prompt, 8 tokens in a step that is in flight; `r` has the same one and reserved those two blocks already."""
+    """`first` computes a prompt, 8 tokens in a step that is in flight; `r` has the same one and reserved those two
+    blocks already.
+    """
     world = DecodeWorld()
     world.say(ROUTER, world.request(role="alone", peer=None, name="first", slot=8))
     assert world.service.schedule() is not None
@@ -379,7 +390,10 @@ def test_a_failed_step_fails_who_reserved_the_blocks_that_it_was_to_fill(ready: 
     num_pulls = len(world.network.pulls)
     assert num_pulls == (ready == 10)
     world.service.step_failed("boom")
-    assert sorted((end.slot, end.kind, end.error) for end in world.ends()) == [(7, "failed", "boom"), (8, "failed", "boom")]
+    assert sorted((end.slot, end.kind, end.error) for end in world.ends()) == [
+        (7, "failed", "boom"),
+        (8, "failed", "boom"),
+    ]
     assert (len(world.service.keys()), world.scheduler.blocks.visible()) == (num_pulls, {})
     world.service.commit(world.runner.execute(batch))
     world.finish_pulls()
@@ -422,7 +436,9 @@ def test_an_older_router_is_not_heard() -> None:
 @pytest.mark.parametrize(("aging_s", "first"), [(10.0, "old"), (20.0, "urgent"), (0.0, "urgent")])
 def test_waiting_for_seconds_makes_urgent(aging_s: float, first: str) -> None:
     """Three units of priority, 31 seconds."""
-    world = DecodeWorld(scheduling_policy="priority", priority_aging_s=aging_s, max_num_batched_tokens=4, max_num_seqs=1)
+    world = DecodeWorld(
+        scheduling_policy="priority", priority_aging_s=aging_s, max_num_batched_tokens=4, max_num_seqs=1
+    )
     for slot, (name, priority) in enumerate((("old", 3), ("urgent", 0))):
         world.clock.advance_to(31.0 * slot)
         world.say(ROUTER, world.request(4, name=name, slot=slot, priority=priority, role="alone", peer=None))

@@ -1,4 +1,6 @@
-"""Sections that end as a section should not: `python -m tests.deploy.broken_sections` runs them and prints the outcome of each as JSON."""
+"""Sections that end as a section should not: `python -m tests.deploy.broken_sections` runs them and prints the outcome
+of each as JSON.
+"""
 
 import json
 import os
@@ -45,7 +47,9 @@ def cannot(setting: Setting) -> Iterator[Item]:
 
 def measures(setting: Setting) -> Iterator[Item]:
     yield Table(
-        "speeds", (Column("what"), Column("speed", "GB/s", measured=True), Column("peer", "GB/s", measured=True)), [("copy", 3.5, None)]
+        "speeds",
+        (Column("what"), Column("speed", "GB/s", measured=True), Column("peer", "GB/s", measured=True)),
+        [("copy", 3.5, None)],
     )
 
 

@@ -26,7 +26,9 @@ ALERT = r"^(.*) (==|>|<) ([0-9.]+)$"
 
 @cache
 def program(name: str) -> str:
-    """Path of `prometheus` or `promtool`. Root of a Debian without them installs them; elsewhere the test is skipped, but never in CI."""
+    """Path of `prometheus` or `promtool`. Root of a Debian without them installs them; elsewhere the test is skipped,
+    but never in CI.
+    """
     path = shutil.which(name)
     if path is None and os.geteuid() == 0 and shutil.which("apt-get"):
         for command in (["apt-get", "update"], ["apt-get", "install", "-y", "--no-install-recommends", "prometheus"]):

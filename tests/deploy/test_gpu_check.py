@@ -49,7 +49,9 @@ def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     command = [sys.executable, "-c", WITHOUT, str(SCRIPT), "--rehearse", "--seed", "5", "--json", str(file)]
     done = subprocess.run(command, cwd=file.parent, capture_output=True, text=True)
     report: dict[str, Any] = json.loads(file.read_text())
-    assert done.returncode == 0, f"{[section for section in report['sections'] if section['status'] != 'ok']}\n{done.stderr[-4000:]}"
+    assert done.returncode == 0, (
+        f"{[section for section in report['sections'] if section['status'] != 'ok']}\n{done.stderr[-4000:]}"
+    )
     return report | {"text": done.stdout}
 
 
@@ -80,11 +82,17 @@ def test_a_rehearsal_reports_no_figures(rehearsal: dict[str, Any]) -> None:
             num_measured += len(measured)
     assert num_measured > 50
     assert "rehearsal" in rehearsal["text"]
-    assert all(0 <= error < limit for title in ("rows: errors", "attention: errors") for *_, error, limit in tables[title]["rows"])
+    assert all(
+        0 <= error < limit
+        for title in ("rows: errors", "attention: errors")
+        for *_, error, limit in tables[title]["rows"]
+    )
 
 
 def test_each_figure_of_time_or_speed_has_a_unit(rehearsal: dict[str, Any]) -> None:
-    columns = [column for section in rehearsal["sections"] for table in section["tables"] for column in table["columns"]]
+    columns = [
+        column for section in rehearsal["sections"] for table in section["tables"] for column in table["columns"]
+    ]
     without = {column["name"] for column in columns if column["measured"] and not column["unit"]}
     assert without == {"rate", "ratio", "KV blocks"}  # the first has its unit in each row
 
@@ -152,7 +160,11 @@ class CloseCalls:
 
 
 def test_greedy_answers_may_differ_at_close_calls_only() -> None:
-    asked = [ClientRequest(request_id="g", prompt_token_ids=np.arange(3, dtype=np.int32), max_tokens=3, sampling=SamplingParams())]
+    asked = [
+        ClientRequest(
+            request_id="g", prompt_token_ids=np.arange(3, dtype=np.int32), max_tokens=3, sampling=SamplingParams()
+        )
+    ]
     expected = {"g": [5, 1, 6]}
     assert compare("x", asked, expected, {"g": [5, 1, 6]}, CloseCalls()) == []
     for token, kind in ((2, Note), (3, Problem), (4, Problem)):
@@ -166,7 +178,8 @@ def test_greedy_answers_may_differ_at_close_calls_only() -> None:
 def test_one_sampled_answer_may_differ_and_no_second() -> None:
     sampling = SamplingParams(temperature=0.8, seed=1)
     asked = [
-        ClientRequest(request_id=name, prompt_token_ids=np.arange(3, dtype=np.int32), max_tokens=2, sampling=sampling) for name in "ab"
+        ClientRequest(request_id=name, prompt_token_ids=np.arange(3, dtype=np.int32), max_tokens=2, sampling=sampling)
+        for name in "ab"
     ]
     expected = {"a": [1, 2], "b": [3, 4]}
     assert [type(item) for item in compare("x", asked, expected, expected | {"a": [1, 9]}, CloseCalls())] == [Note]

@@ -1,4 +1,6 @@
-"""The job files: what they run is a valid configuration, and the limits around it leave room for it and for its drain."""
+"""The job files: what they run is a valid configuration, and the limits around it leave room for it and for its
+drain.
+"""
 
 import json
 import re
@@ -62,7 +64,9 @@ def test_the_entrypoint_opens_the_ports_that_the_pod_and_the_service_name(
     assert {port["targetPort"] for port in service["ports"]} <= named.keys()
 
 
-def test_the_drain_ends_before_ray_and_the_kubelet_lose_patience(job: dict[str, Any], arguments: list[str], head: dict[str, Any]) -> None:
+def test_the_drain_ends_before_ray_and_the_kubelet_lose_patience(
+    job: dict[str, Any], arguments: list[str], head: dict[str, Any]
+) -> None:
     (drain_s,) = map(float, options(arguments, "--drain-s"))
     stop_wait_s = int(yaml.safe_load(job["runtimeEnvYAML"])["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"])
     assert drain_s == DRAIN_S
@@ -77,14 +81,19 @@ def test_every_submission_that_people_copy_leaves_time_for_the_drain() -> None:
         assert int(json.loads(runtime_env)["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) >= DRAIN_S + STOP_S, path
 
 
-def test_engines_and_their_memory_fit_into_the_pod(job: dict[str, Any], config: ClusterConfig, head: dict[str, Any]) -> None:
+def test_engines_and_their_memory_fit_into_the_pod(
+    job: dict[str, Any], config: ClusterConfig, head: dict[str, Any]
+) -> None:
     container = head["containers"][0]
     num_threads = sum(pool.replicas * pool.num_threads for pool in (config.prefill, config.decode))
     assert num_threads <= int(container["resources"]["limits"]["cpu"])
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     (shared,) = [volume["emptyDir"]["sizeLimit"] for volume in head["volumes"] if mounts[volume["name"]] == "/dev/shm"]
     object_store_bytes = int(job["rayClusterSpec"]["headGroupSpec"]["rayStartParams"]["object-store-memory"])
-    assert config.prefill.replicas * config.prefill.engine.kv_cache_bytes + object_store_bytes < int(shared.removesuffix("Gi")) * 1024**3
+    assert (
+        config.prefill.replicas * config.prefill.engine.kv_cache_bytes + object_store_bytes
+        < int(shared.removesuffix("Gi")) * 1024**3
+    )
     assert config.model is not None and config.model.startswith(f"{mounts['models']}/")
 
 

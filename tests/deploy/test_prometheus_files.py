@@ -44,7 +44,9 @@ FIRING: dict[str, dict[str, str]] = {
         f'twopass_transfer_expiries_total{{{LABELS}, transport="t"}}': "0x60",
         f'twopass_transfers_total{{{LABELS}, transport="t"}}': "0+20x60",
     },
-    "TwopassLeasesExpire": {'twopass_leases_ended_total{model_name="m", replica="prefill-0", outcome="expired"}': "0x30 1x60"},
+    "TwopassLeasesExpire": {
+        'twopass_leases_ended_total{model_name="m", replica="prefill-0", outcome="expired"}': "0x30 1x60"
+    },
     "TwopassNotDisaggregated": {
         'twopass_requests_by_path_total{model_name="m", path="disaggregated"}': "0+10x60",
         'twopass_requests_by_path_total{model_name="m", path="colocated"}': "0+10x60",
@@ -91,7 +93,9 @@ def test_every_alert_has_a_case_and_ends_in_its_threshold() -> None:
 
 @pytest.mark.parametrize("alert", FIRING)
 def test_the_alert_fires(alert: str, tmp_path: Path) -> None:
-    """promtool wants the exact labels of a firing alert; here it is enough that there is one, so it is asked through ALERTS."""
+    """promtool wants the exact labels of a firing alert; here it is enough that there is one, so it is asked through
+    ALERTS.
+    """
     test = {
         "rule_files": [str(DEPLOY / "prometheus" / "rules.yml")],
         "evaluation_interval": "15s",
@@ -147,7 +151,13 @@ def test_the_dashboard_shows_what_an_operator_looks_for() -> None:
     shown = " ".join(expression for _, expression in dashboard_expressions())
     for name in ("requests_waiting", "queue_oldest_seconds", "preemptions", "thrash_ratio", "step_tokens", "kv_blocks"):
         assert name in shown, name
-    for name in ("transfer_bytes", "leases_ended", "time_to_first_token_seconds", "inter_token_latency_seconds", "request_stage_seconds"):
+    for name in (
+        "transfer_bytes",
+        "leases_ended",
+        "time_to_first_token_seconds",
+        "inter_token_latency_seconds",
+        "request_stage_seconds",
+    ):
         assert name in shown, name
 
 

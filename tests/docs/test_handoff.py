@@ -67,6 +67,8 @@ def passed_as_reason(tree: ast.Module) -> set[str]:
 
 def texts(node: ast.AST) -> set[str]:
     """All strings below a node that are not empty."""
-    constants = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant) and isinstance(part.value, str)}
+    constants = {
+        part.value for part in ast.walk(node) if isinstance(part, ast.Constant) and isinstance(part.value, str)
+    }
     names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
     return (constants | ({ROUTER_SILENT} if "ROUTER_SILENT" in names else set())) - {""}

@@ -1,4 +1,6 @@
-"""What a deployment may leave behind: processes, shared memory, folders. Other deployments may run on the machine meanwhile."""
+"""What a deployment may leave behind: processes, shared memory, folders. Other deployments may run on the machine
+meanwhile.
+"""
 
 import fcntl
 import os
@@ -25,7 +27,9 @@ def processes() -> dict[int, tuple[int, str]]:
 def descendants(pid: int) -> dict[int, str]:
     """Live processes below `pid`, with their command lines."""
     alive, found = processes(), {pid: ""}
-    while below := {child: command for child, (parent, command) in alive.items() if parent in found and child not in found}:
+    while below := {
+        child: command for child, (parent, command) in alive.items() if parent in found and child not in found
+    }:
         found |= below
     del found[pid]
     return found
@@ -33,7 +37,11 @@ def descendants(pid: int) -> dict[int, str]:
 
 def keepers(pid: int) -> dict[int, str]:
     """Live keepers of the supervisor `pid`: nobody's children, so not among its descendants."""
-    return {keeper: command for keeper, (_, command) in processes().items() if "cluster/keeper.py" in command and f" {pid} " in command}
+    return {
+        keeper: command
+        for keeper, (_, command) in processes().items()
+        if "cluster/keeper.py" in command and f" {pid} " in command
+    }
 
 
 def session(leader: int) -> dict[int, str]:
@@ -52,7 +60,9 @@ def files_of(leader: int, prefix: str) -> list[Path]:
 
 
 def orphans() -> set[str]:
-    """Shared-memory files whose creator is dead, and private Ray folders whose supervisor is; those of this process count as well."""
+    """Shared-memory files whose creator is dead, and private Ray folders whose supervisor is; those of this process
+    count as well.
+    """
     others = {str(pid) for pid in processes() if pid != os.getpid()}
     memory = {str(path) for path in Path("/dev/shm").glob("twopass-*") if not _locked(path)}
     folders = {str(path) for path in Path("/tmp").glob("twopass-*-*") if path.name.split("-")[1] not in others}

@@ -64,7 +64,9 @@ class Streams:
         while not self._ending.is_set():
             asked = self._draw(random_numbers)
             got: list[int] = []
-            for chunk in self._client.generate(prompt_token_ids=asked.prompt, max_tokens=len(asked.answer), ignore_eos=True):
+            for chunk in self._client.generate(
+                prompt_token_ids=asked.prompt, max_tokens=len(asked.answer), ignore_eos=True
+            ):
                 if not got and not num_answers:
                     self.num_streaming.release()
                 got += chunk.token_ids
@@ -115,7 +117,9 @@ def kill_every_engine(running: Running, draw: Callable[[random.Random], Asked]) 
         with streaming(running.client, draw) as streams:
             os.kill(running.deployment.actor(victim).call("pid"), signal.SIGKILL)
             killed_at = time.monotonic()
-            answer = running.client.generate_text(prompt_token_ids=newcomer.prompt, max_tokens=3, ignore_eos=True, priority=-1)
+            answer = running.client.generate_text(
+                prompt_token_ids=newcomer.prompt, max_tokens=3, ignore_eos=True, priority=-1
+            )
             print(f"{victim} was killed; a newcomer was served {time.monotonic() - killed_at:.1f} s later")
             assert answer.token_ids == newcomer.answer[:3]
         assert sum(stream.result() for stream in streams) >= NUM_STREAMS

@@ -23,7 +23,12 @@ MAX_MODEL_LEN = 4096
 def running() -> Iterator[Running]:
     pool = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 256, "max_num_seqs": 32, "num_blocks": 2048}
     config = from_tree(
-        {"runner": "arithmetic", "prefill": pool, "decode": pool, "router": {"grpc_port": 0, "metrics_port": 0, "status_interval_s": 0.2}}
+        {
+            "runner": "arithmetic",
+            "prefill": pool,
+            "decode": pool,
+            "router": {"grpc_port": 0, "metrics_port": 0, "status_interval_s": 0.2},
+        }
     )
     events: SimpleQueue[str] = SimpleQueue()
     with none_left(), Deployment(config, events.put) as deployment:
@@ -36,7 +41,11 @@ def test_the_answer_is_exact_and_was_disaggregated(running: Running) -> None:
     prompt = list(range(3, 600))
     answer = running.client.generate_text(prompt_token_ids=prompt, max_tokens=40)
     assert answer.token_ids == expected_tokens(prompt, 40)
-    assert (answer.finish_reason, answer.usage.prompt_tokens, answer.usage.completion_tokens) == ("length", len(prompt), 40)
+    assert (answer.finish_reason, answer.usage.prompt_tokens, answer.usage.completion_tokens) == (
+        "length",
+        len(prompt),
+        40,
+    )
     assert {"prefill", "transfer", "decode"} <= set(answer.timing.stages)
     assert sum(answer.timing.stages.values()) == pytest.approx(answer.timing.total_s, rel=0.01)
 
@@ -57,12 +66,16 @@ def test_a_prompt_seen_before_comes_from_the_prefix_cache(running: Running) -> N
 
 def test_sampled_answers_are_exact_and_every_token_has_its_logprobs(running: Running) -> None:
     prompt = list(range(100, 300))
-    answers = running.client.generate_texts(prompt_token_ids=prompt, max_tokens=20, n=3, temperature=0.7, seed=41, logprobs=2)
+    answers = running.client.generate_texts(
+        prompt_token_ids=prompt, max_tokens=20, n=3, temperature=0.7, seed=41, logprobs=2
+    )
     assert [answer.index for answer in answers] == [0, 1, 2]
     for seed, answer in enumerate(answers, 41):
         assert answer.token_ids == expected_tokens(prompt, 20, seed=seed)
         expected = [expected_logprobs(token_id, 2) for token_id in answer.token_ids]
-        assert answer.logprobs == [TokenLogprobs(e.chosen, dict(zip(e.top_token_ids, e.top, strict=True))) for e in expected]
+        assert answer.logprobs == [
+            TokenLogprobs(e.chosen, dict(zip(e.top_token_ids, e.top, strict=True))) for e in expected
+        ]
         assert answer.usage.completion_tokens == 60
     loads = running.client.loads()
     assert sorted(load.role for load in loads.replicas) == ["decode", "prefill"]  # in the order of their greetings
@@ -79,7 +92,9 @@ def test_sampled_answers_are_exact_and_every_token_has_its_logprobs(running: Run
         ([1], {"max_tokens": 4, "n": 0}, "n"),
     ],
 )
-def test_what_cannot_be_served_is_refused_at_once(running: Running, prompt: list[int], options: dict[str, int], field: str) -> None:
+def test_what_cannot_be_served_is_refused_at_once(
+    running: Running, prompt: list[int], options: dict[str, int], field: str
+) -> None:
     with pytest.raises(InvalidRequest) as refused:
         running.client.generate_text(prompt_token_ids=prompt, **options)  # type: ignore[arg-type]
     assert refused.value.field == field

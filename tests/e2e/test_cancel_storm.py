@@ -63,7 +63,8 @@ def test_every_process_logs_lines_that_machines_read(deployment: Deployment) -> 
     started = {line["replica"].partition("@")[0] for line in lines if line["message"] == "started"}
     assert started == {"router", "prefill-0", "decode-0"}
     accepted, ended = (
-        sorted(line["request_id"] for line in lines if line["message"] == f"request {what}") for what in ("accepted", "ended")
+        sorted(line["request_id"] for line in lines if line["message"] == f"request {what}")
+        for what in ("accepted", "ended")
     )
     assert accepted == ended and len(ended) > NUM_REQUESTS / 2, "some are given up before they are accepted"
     assert [line for line in lines if line["level"] in ("warning", "error")] == []

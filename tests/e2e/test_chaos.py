@@ -1,4 +1,6 @@
-"""Processes are killed while sixty answers stream: engines without anybody noticing, the router with one clear error for each."""
+"""Processes are killed while sixty answers stream: engines without anybody noticing, the router with one clear error
+for each.
+"""
 
 import os
 import signal

@@ -1,4 +1,6 @@
-"""Every engine is killed once while sixty answers of a real model stream: fp32, on the committed prompts. Bound: 2 minutes."""
+"""Every engine is killed once while sixty answers of a real model stream: fp32, on the committed prompts. Bound: 2
+minutes.
+"""
 
 import json
 import random
@@ -7,7 +9,9 @@ from typing import Any
 
 from tests.e2e.streams import Asked, deployed, kill_every_engine
 
-CASES: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "data" / "golden_smollm2.json").read_text())["cases"]
+CASES: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "data" / "golden_smollm2.json").read_text())[
+    "cases"
+]
 
 
 def drawn_golden(draw: random.Random) -> Asked:

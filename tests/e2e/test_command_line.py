@@ -32,14 +32,18 @@ SERVE = (
 )
 
 
-DEAD_PROXY = dict.fromkeys(("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy"), "http://127.0.0.1:9")
+DEAD_PROXY = dict.fromkeys(
+    ("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy"), "http://127.0.0.1:9"
+)
 """What companies set, pointing to nobody: nothing on this machine may take that way."""
 
 
 def twopass(*args: str) -> "subprocess.Popen[str]":
     environment = {**os.environ, **DEAD_PROXY, "RAY_grpc_enable_http_proxy": "1"}
     environment.pop("no_proxy", None)
-    return subprocess.Popen([sys.executable, "-m", "twopass", *args], cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(
+        [sys.executable, "-m", "twopass", *args], cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment
+    )
 
 
 def failure(*args: str) -> str:
@@ -54,10 +58,16 @@ def failure(*args: str) -> str:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--set", "decode.max_num_seq=3"], "ConfigError: decode.max_num_seq: no such key; did you mean decode.max_num_seqs?"),
+        (
+            ["--set", "decode.max_num_seq=3"],
+            "ConfigError: decode.max_num_seq: no such key; did you mean decode.max_num_seqs?",
+        ),
         (["--config", "/nowhere.yaml"], "ConfigError: /nowhere.yaml: No such file or directory"),
         (["--set", "model=/nowhere"], "ModelError: /nowhere"),
-        (["--set", "runner=arithmetic", "--set", "prefill.kv_cache_bytes=16"], "ConfigError: prefill.kv_cache_bytes: too few"),
+        (
+            ["--set", "runner=arithmetic", "--set", "prefill.kv_cache_bytes=16"],
+            "ConfigError: prefill.kv_cache_bytes: too few",
+        ),
     ],
 )
 def test_a_wrong_configuration_ends_in_one_line(args: list[str], message: str) -> None:
@@ -88,11 +98,15 @@ def test_a_taken_port_is_named() -> None:
 
 def test_too_little_shared_memory_is_said_and_nothing_is_left() -> None:
     error = failure(*SERVE, "--set", "router.grpc_port=0", "--set", f"prefill.num_blocks={2**36}")
-    assert re.search(r"CapacityError: /dev/shm: \d+ bytes of shared memory needed for the KV cache, \d+ available", error)
+    assert re.search(
+        r"CapacityError: /dev/shm: \d+ bytes of shared memory needed for the KV cache, \d+ available", error
+    )
 
 
 def test_sigterm_to_every_process_drains_and_leaves_nothing() -> None:
-    """A service manager signals the whole cgroup, Ctrl-C and an init the process group: so all that the command has started."""
+    """A service manager signals the whole cgroup, Ctrl-C and an init the process group: so all that the command has
+    started.
+    """
     num_requests, num_tokens = 24, 1500
     with command() as serving, ThreadPoolExecutor(num_requests) as clients:
         port = serving.await_serving()
@@ -121,13 +135,18 @@ def test_a_router_that_dies_in_the_drain_is_not_replaced() -> None:
         process = twopass(*SERVE, "--set", "router.grpc_port=0", "--set", "decode.num_blocks=1024")
         assert process.stderr is not None
         try:
-            port = next(match[1] for line in process.stderr if (match := re.search(r"serving on 127.0.0.1:(\d+)", line)))
+            port = next(
+                match[1] for line in process.stderr if (match := re.search(r"serving on 127.0.0.1:(\d+)", line))
+            )
             with Client(f"127.0.0.1:{port}", timeout_s=HANG_S) as client:
                 stream = client.generate(prompt_token_ids=[1, 2, 3], max_tokens=8000)
                 next(stream)
                 process.send_signal(signal.SIGTERM)
                 assert any("draining" in line for line in process.stderr)
-                os.kill(next(pid for pid, command in descendants(process.pid).items() if "RouterActor" in command), signal.SIGKILL)
+                os.kill(
+                    next(pid for pid, command in descendants(process.pid).items() if "RouterActor" in command),
+                    signal.SIGKILL,
+                )
                 with pytest.raises(Unavailable):
                     stream.read()
             assert "stopping; the router died, what was open is lost" in process.stderr.read()

@@ -17,7 +17,12 @@ def test_the_demo_answers_eight_prompts_and_leaves_nothing(demo_model: Path, tmp
     out = tmp_path / "out.json"
     with none_left():
         command = [sys.executable, "-m", "twopass", "demo", "--model", str(demo_model), "--json", str(out)]
-        environment = {**os.environ, "COLUMNS": "100", "http_proxy": "http://127.0.0.1:9", "no_proxy": ""}  # a proxy that nobody runs
+        environment = {
+            **os.environ,
+            "COLUMNS": "100",
+            "http_proxy": "http://127.0.0.1:9",
+            "no_proxy": "",
+        }  # a proxy that nobody runs
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
     facts = json.loads(out.read_text())
@@ -27,7 +32,9 @@ def test_the_demo_answers_eight_prompts_and_leaves_nothing(demo_model: Path, tmp
         assert request["text"]
         assert request["completion_tokens"] > 1
         stages = request["timing"]["stages"]
-        assert {"router_queue", "prefill_queue", "prefill", "transfer", "decode_queue", "first_step"} <= set(stages), request["name"]
+        assert {"router_queue", "prefill_queue", "prefill", "transfer", "decode_queue", "first_step"} <= set(stages), (
+            request["name"]
+        )
         assert sum(stages.values()) == pytest.approx(request["timing"]["total_s"], rel=0.01)
         assert 0 < request["ttft_s"] < request["timing"]["total_s"] + 1
     prefill, decode = facts["engines"]

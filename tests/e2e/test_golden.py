@@ -1,4 +1,6 @@
-"""I7 on the real model: fp32 tokens through prefill, transfer and decode equal an independent implementation's, and one engine's."""
+"""I7 on the real model: fp32 tokens through prefill, transfer and decode equal an independent implementation's, and one
+engine's.
+"""
 
 import json
 from collections.abc import Iterator
@@ -14,7 +16,9 @@ from tests.e2e.leftovers import none_left
 from tests.hang import HANG_S
 from twopass import Client
 
-CASES: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "data" / "golden_smollm2.json").read_text())["cases"]
+CASES: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "data" / "golden_smollm2.json").read_text())[
+    "cases"
+]
 
 
 @pytest.fixture(scope="module", params=[1, 0], ids=["disaggregated", "colocated"])
@@ -27,7 +31,11 @@ def client(request: pytest.FixtureRequest, demo_model: Path) -> Iterator[Client]
         "decode": pool,
         "router": {"grpc_port": 0, "metrics_port": 0},
     }
-    with none_left(), Deployment(from_tree(tree), print) as deployment, Client(f"127.0.0.1:{deployment.port}", timeout_s=HANG_S) as client:
+    with (
+        none_left(),
+        Deployment(from_tree(tree), print) as deployment,
+        Client(f"127.0.0.1:{deployment.port}", timeout_s=HANG_S) as client,
+    ):
         yield client
 
 
@@ -35,7 +43,10 @@ def test_all_golden_prompts_at_once(client: Client) -> None:
     """A budget of 32 tokens cuts most prompts into chunks, which the decodes of the others share steps with."""
     with ThreadPoolExecutor(len(CASES)) as threads:
         answers = list(
-            threads.map(lambda case: client.generate_text(prompt_token_ids=case["prompt_ids"], max_tokens=48, ignore_eos=True), CASES)
+            threads.map(
+                lambda case: client.generate_text(prompt_token_ids=case["prompt_ids"], max_tokens=48, ignore_eos=True),
+                CASES,
+            )
         )
     for case, answer in zip(CASES, answers, strict=True):
         assert answer.token_ids == case["greedy_ids"], case["name"]

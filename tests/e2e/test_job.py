@@ -1,4 +1,6 @@
-"""`ray job submit` on a Ray that is already there: it loads, serves, drains on `ray job stop`, and leaves the cluster as it found it."""
+"""`ray job submit` on a Ray that is already there: it loads, serves, drains on `ray job stop`, and leaves the cluster
+as it found it.
+"""
 
 import os
 import re
@@ -43,14 +45,20 @@ class Head:
         """Output of `ray job <args>`, which must succeed."""
         verb, *rest = args
         result = subprocess.run(
-            [str(BIN / "ray"), "job", verb, "--address", self.url, *rest], cwd=ROOT, env=self.environment, capture_output=True, text=True
+            [str(BIN / "ray"), "job", verb, "--address", self.url, *rest],
+            cwd=ROOT,
+            env=self.environment,
+            capture_output=True,
+            text=True,
         )
         assert result.returncode == 0, result.stdout + result.stderr
         return result.stdout
 
     def follow(self, job_id: str) -> "subprocess.Popen[str]":
         command = [str(BIN / "ray"), "job", "logs", "--address", self.url, "--follow", job_id]
-        return subprocess.Popen(command, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        return subprocess.Popen(
+            command, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
 
 
 def free_ports(count: int) -> list[str]:
@@ -74,15 +82,37 @@ def head() -> Iterator[Head]:
         "RAY_USAGE_STATS_ENABLED": "0",
     }
     environment.pop("RAY_ADDRESS", None)
-    names = ("port", "dashboard-port", "dashboard-agent-listen-port", "dashboard-agent-grpc-port", "runtime-env-agent-port")
+    names = (
+        "port",
+        "dashboard-port",
+        "dashboard-agent-listen-port",
+        "dashboard-agent-grpc-port",
+        "runtime-env-agent-port",
+    )
     ports = free_ports(len(names))
     options = [f"--{name}={port}" for name, port in zip(names, ports, strict=True)]
-    command = [str(BIN / "ray"), "start", "--head", "--block", f"--node-ip-address={HOST}", "--num-cpus=2", "--num-gpus=0", *options]
-    command += [f"--dashboard-host={HOST}", f"--temp-dir={folder}", f"--object-store-memory={100 * 2**20}", "--min-worker-port=20000"]
+    command = [
+        str(BIN / "ray"),
+        "start",
+        "--head",
+        "--block",
+        f"--node-ip-address={HOST}",
+        "--num-cpus=2",
+        "--num-gpus=0",
+        *options,
+    ]
+    command += [
+        f"--dashboard-host={HOST}",
+        f"--temp-dir={folder}",
+        f"--object-store-memory={100 * 2**20}",
+        "--min-worker-port=20000",
+    ]
     command += ["--max-worker-port=20999"]
     with none_left(), ExitStack() as ending:
         ending.callback(shutil.rmtree, folder, ignore_errors=True)
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         ending.callback(end, process)
         next_line(process, "Ray runtime started")
         yield Head(process.pid, environment, f"http://{HOST}:{ports[1]}", f"{HOST}:{ports[0]}")
@@ -127,7 +157,9 @@ def test_a_job_serves_drains_and_leaves_nothing(head: Head) -> None:
     with Client(f"127.0.0.1:{port}", timeout_s=HANG_S) as client:
         stream = client.generate(prompt_token_ids=prompt, max_tokens=num_tokens)
         got = next(stream).token_ids
-        stopping = subprocess.Popen([str(BIN / "ray"), "job", "stop", "--address", head.url, "twopass"], env=head.environment)
+        stopping = subprocess.Popen(
+            [str(BIN / "ray"), "job", "stop", "--address", head.url, "twopass"], env=head.environment
+        )
         got += [token_id for chunk in stream for token_id in chunk.token_ids]
     assert got == expected_tokens(prompt, num_tokens)
     assert stopping.wait() == 0
@@ -135,11 +167,17 @@ def test_a_job_serves_drains_and_leaves_nothing(head: Head) -> None:
     log.communicate()
     assert "STOPPED" in head.job("status", "twopass").upper()
     assert orphans() == lying
-    assert not [command for command in descendants(head.pid).values() if re.search("PrefillActor|DecodeActor|RouterActor", command)]
+    assert not [
+        command
+        for command in descendants(head.pid).values()
+        if re.search("PrefillActor|DecodeActor|RouterActor", command)
+    ]
 
 
 def test_a_given_ray_that_dies_ends_the_command(head: Head) -> None:
-    """By our own look at the GCS, or by Ray's client in the process, whose raylet may end with the GCS before we have looked."""
+    """By our own look at the GCS, or by Ray's client in the process, whose raylet may end with the GCS before we have
+    looked.
+    """
     with command(**head.environment, RAY_ADDRESS=head.address) as serving:
         serving.await_serving()
         (gcs,) = [pid for pid, line in descendants(head.pid).items() if "/gcs_server" in line]

@@ -1,4 +1,6 @@
-"""Metrics of a real deployment, split and colocated: they equal what was sent, and Prometheus gets an answer to every expression."""
+"""Metrics of a real deployment, split and colocated: they equal what was sent, and Prometheus gets an answer to every
+expression.
+"""
 
 import re
 import socket
@@ -101,7 +103,9 @@ def test_every_number_equals_what_was_sent(deployment: Deployment, client: Clien
     assert got("requests_ended_total", reason="length") == got("requests_ended_total") == times + 1
     assert got("accepted_prompt_tokens_total") == times * 100 + 40
     assert got("delivered_tokens_total") == got("generated_tokens_total") == times * num_tokens + 1
-    assert got("requests_by_path_total", path="disaggregated" if split else "colocated") == (times if split else times + 1)
+    assert got("requests_by_path_total", path="disaggregated" if split else "colocated") == (
+        times if split else times + 1
+    )
     assert got("requests_by_path_total", path="prefill_only") == (1 if split else 0)
     assert got("time_to_first_token_seconds_count") == got("e2e_request_latency_seconds_count") == times + 1
     assert got("inter_token_latency_seconds_count") == times * (num_tokens - 1)
@@ -123,14 +127,23 @@ def test_every_number_equals_what_was_sent(deployment: Deployment, client: Clien
         assert got("transfers_total") == got("transfer_bytes_total") == 0
         assert got("step_tokens_sum") == times * 100 + 40 - num_hit + times * (num_tokens - 1)
     assert got("step_budget_tokens_total") == BUDGET * got("step_seconds_count") == BUDGET * got("step_tokens_count")
-    for name in ("preemptions", "recomputed_tokens", "request_retries", "transfer_failures", "transfer_expiries", "padding_tokens"):
+    for name in (
+        "preemptions",
+        "recomputed_tokens",
+        "request_retries",
+        "transfer_failures",
+        "transfer_expiries",
+        "padding_tokens",
+    ):
         assert got(f"{name}_total") == 0, name
 
     assert got("request_stage_seconds_sum") == pytest.approx(got("e2e_request_latency_seconds_sum"), rel=0.05)
     assert got("queue_oldest_seconds") == got("requests_running") == got("requests_in_flight") == 0
 
 
-def test_what_is_counted_is_what_clients_were_told_and_a_request_is_one_answer(deployment: Deployment, client: Client) -> None:
+def test_what_is_counted_is_what_clients_were_told_and_a_request_is_one_answer(
+    deployment: Deployment, client: Client
+) -> None:
     before = scrape(deployment)
     prompt, num_tokens = [5] * 30, 6
     last = expected_tokens(prompt, num_tokens)[-1]
@@ -149,7 +162,9 @@ def test_what_is_counted_is_what_clients_were_told_and_a_request_is_one_answer(d
 
 
 def test_two_answers_too_long_for_the_pool_preempt_once(deployment: Deployment, client: Client) -> None:
-    """The second one is thrown out when the pool is full, and finds no room before the first has ended. Its stages include all that."""
+    """The second one is thrown out when the pool is full, and finds no room before the first has ended. Its stages
+    include all that.
+    """
     before = scrape(deployment)
 
     def ask(prompt: list[int]) -> tuple[list[int], float]:
@@ -176,7 +191,9 @@ def test_two_answers_too_long_for_the_pool_preempt_once(deployment: Deployment, 
 
 
 def test_prometheus_finds_a_series_for_every_expression(deployment: Deployment, client: Client, tmp_path: Path) -> None:
-    """Small requests go on until each expression of dashboard, rules and alerts (up to its threshold) has had a number."""
+    """Small requests go on until each expression of dashboard, rules and alerts (up to its threshold) has had a
+    number.
+    """
     program("prometheus")
     expressions = dashboard_expressions()
     for rule in rules():
@@ -186,7 +203,9 @@ def test_prometheus_finds_a_series_for_every_expression(deployment: Deployment, 
             expressions.append((rule["record"], rule["record"]))
     if not deployment.config.prefill.replicas:  # nothing is transferred or leased
         expressions = [
-            (name, text) for name, text in expressions if not re.search(r"transfer|leases_ended|disaggregated_share.* and ", text)
+            (name, text)
+            for name, text in expressions
+            if not re.search(r"transfer|leases_ended|disaggregated_share.* and ", text)
         ]
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -195,7 +214,9 @@ def test_prometheus_finds_a_series_for_every_expression(deployment: Deployment, 
         while not prometheus.query('up{job="twopass"} == 1'):
             assert time.monotonic() < until, (tmp_path / "log").read_text()
             deployment.watch(0.1)
-        while expressions := [(name, expression) for name, expression in expressions if not prometheus.query(expression)]:
+        while expressions := [
+            (name, expression) for name, expression in expressions if not prometheus.query(expression)
+        ]:
             assert time.monotonic() < until, expressions
             client.generate_text(prompt_token_ids=[int(until)] * 40, max_tokens=8)
             deployment.watch(0.1)

@@ -1,7 +1,7 @@
 """I7: split or not, in any pools, under any policy and budget, the same tokens. Bound: 2 minutes.
 
-fp32 on the committed prompts, whose top-2 margins are all above 0.005, against an independent implementation's tokens; the arithmetic
-model everywhere else, where equality is exact by construction.
+fp32 on the committed prompts, whose top-2 margins are all above 0.005, against an independent implementation's tokens;
+the arithmetic model everywhere else, where equality is exact by construction.
 """
 
 import json
@@ -23,7 +23,9 @@ from router.policy import POLICIES
 from tests.engine.tiny_llama import TINY, write_model_dir
 from tests.local_deployment import LocalDeployment, asked
 
-CASES: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "data" / "golden_smollm2.json").read_text())["cases"]
+CASES: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "data" / "golden_smollm2.json").read_text())[
+    "cases"
+]
 LONG = [token for case in CASES for token in case["prompt_ids"]] * 5
 """650 tokens."""
 POOLS = {"1P1D": (1, 1), "colocated": (0, 1), "2P2D": (2, 2), "1P3D": (1, 3), "colocated x2": (0, 2)}
@@ -46,7 +48,12 @@ def weights_loaded_once() -> Iterator[None]:
 def real(model: Path, pools: str, *, dtype: str = "float32", **knobs: Any) -> LocalDeployment:
     pool = {"max_model_len": 1024, "max_num_seqs": 8, "num_blocks": 160, **knobs}
     num_prefill, num_decode = POOLS[pools]
-    tree = {"model": str(model), "dtype": dtype, "prefill": {**pool, "replicas": num_prefill}, "decode": {**pool, "replicas": num_decode}}
+    tree = {
+        "model": str(model),
+        "dtype": dtype,
+        "prefill": {**pool, "replicas": num_prefill},
+        "decode": {**pool, "replicas": num_decode},
+    }
     return LocalDeployment(from_tree(tree))
 
 
@@ -55,8 +62,13 @@ def real(model: Path, pools: str, *, dtype: str = "float32", **knobs: Any) -> Lo
 def test_golden_tokens(demo_model: Path, pools: str, budget: int, caching: bool) -> None:
     with real(demo_model, pools, max_num_batched_tokens=budget, enable_prefix_caching=caching) as deployment:
         answers = deployment.answer(asked(case["name"], case["prompt_ids"], 48) for case in CASES)
-    equal = {case["name"]: sum(a == b for a, b in zip(answers[case["name"]], case["greedy_ids"], strict=True)) for case in CASES}
-    TABLE.append(f"{pools:13} {budget:6}  {caching!s:7}  {len(equal):7}  {', '.join(f'{n}/48' for n in equal.values())}")
+    equal = {
+        case["name"]: sum(a == b for a, b in zip(answers[case["name"]], case["greedy_ids"], strict=True))
+        for case in CASES
+    }
+    TABLE.append(
+        f"{pools:13} {budget:6}  {caching!s:7}  {len(equal):7}  {', '.join(f'{n}/48' for n in equal.values())}"
+    )
     assert set(equal.values()) == {48}, equal
 
 
@@ -72,17 +84,23 @@ def test_a_long_prompt_is_answered_alike_split_and_colocated(demo_model: Path) -
     for pools in ("1P1D", "colocated"):
         with real(demo_model, pools, max_num_batched_tokens=256) as deployment:
             answers.append(deployment.answer([asked("long", LONG, 24)])["long"])
-    TABLE.append(f"1P1D = colocated, prompt of {len(LONG)} tokens: {sum(a == b for a, b in zip(*answers, strict=True))}/24")
+    TABLE.append(
+        f"1P1D = colocated, prompt of {len(LONG)} tokens: {sum(a == b for a, b in zip(*answers, strict=True))}/24"
+    )
     assert answers[0] == answers[1]
 
 
 def test_a_prompt_of_8000_tokens_is_answered_alike_split_and_colocated(tmp_path: Path) -> None:
-    """A small random model: what counts here are 500 blocks, a position beside the model's last one, and chunks of different sizes."""
+    """A small random model: what counts here are 500 blocks, a position beside the model's last one, and chunks of
+    different sizes.
+    """
     write_model_dir(tmp_path / "model", replace(TINY, max_position_embeddings=8192))
     draw, answers = random.Random(1), []
     prompt = [draw.randrange(TINY.vocab_size) for _ in range(8000)]
     for pools, budget in (("1P1D", 2048), ("colocated", 500)):
-        with real(tmp_path / "model", pools, max_model_len=8192, num_blocks=520, max_num_batched_tokens=budget) as deployment:
+        with real(
+            tmp_path / "model", pools, max_model_len=8192, num_blocks=520, max_num_batched_tokens=budget
+        ) as deployment:
             answers.append(deployment.answer([asked("longest", prompt, 192)])["longest"])
     assert answers[0] == answers[1]
 

@@ -29,15 +29,25 @@ class Running:
 
 
 def await_idle(deployment: Deployment) -> None:
-    """Until every engine has greeted the router and sent two statuses that say it is idle: the baseline was checked between them."""
+    """Until every engine has greeted the router and sent two statuses that say it is idle: the baseline was checked
+    between them.
+    """
     num_engines = deployment.config.prefill.replicas + deployment.config.decode.replicas
     first: dict[str, int] = {}
     while True:
         loads = deployment.loads()
         for load in loads:
             status = load.status
-            if load.in_flight == 0 and status is not None and status.num_waiting + status.num_running + status.num_leases == 0:
+            if (
+                load.in_flight == 0
+                and status is not None
+                and status.num_waiting + status.num_running + status.num_leases == 0
+            ):
                 first.setdefault(load.address.replica_id, status.seq)
-        settled = [load for load in loads if load.status and load.status.seq > first.get(load.address.replica_id, load.status.seq) + 1]
+        settled = [
+            load
+            for load in loads
+            if load.status and load.status.seq > first.get(load.address.replica_id, load.status.seq) + 1
+        ]
         if len(settled) == num_engines:
             return

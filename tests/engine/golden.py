@@ -1,4 +1,5 @@
-"""The golden answers, and what this process makes of them; as a command, for a process whose CPU is made to look smaller.
+"""The golden answers, and what this process makes of them; as a command, for a process whose CPU is made to look
+smaller.
 
 python -m tests.engine.golden FILE        writes (float32 answers, bfloat16 logits) there
 """
@@ -53,7 +54,9 @@ def greedy_answers(model: LlamaModel, budget: int) -> list[list[int]]:
 
 
 def forced_logits(model: LlamaModel) -> torch.Tensor:
-    """[P, vocab_size] before every token of the answers, one answer after the other; prompts in chunks, answers token by token."""
+    """[P, vocab_size] before every token of the answers, one answer after the other; prompts in chunks, answers token
+    by token.
+    """
     runner = RecordingRunner(model)
     generate(runner, PROMPTS, GOLDEN["n"], budget=100, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, forced=ANSWERS)
     return torch.stack([logits for row in runner.logits.values() for logits in row])
@@ -62,7 +65,9 @@ def forced_logits(model: LlamaModel) -> torch.Tensor:
 def main(file: str) -> None:
     model_dir = demo_model_dir(print)
     print(torch.backends.cpu.get_cpu_capability())
-    torch.save((greedy_answers(load_model(model_dir, "float32"), 100), forced_logits(load_model(model_dir, "bfloat16"))), file)
+    torch.save(
+        (greedy_answers(load_model(model_dir, "float32"), 100), forced_logits(load_model(model_dir, "bfloat16"))), file
+    )
 
 
 if __name__ == "__main__":

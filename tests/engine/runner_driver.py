@@ -7,7 +7,9 @@ import numpy as np
 from engine.runner import Batch, Runner
 
 
-def make_batch(token_ids: list[list[int]], computed: list[int], scheduled: list[int], tables: list[list[int]], step: int = 0) -> Batch:
+def make_batch(
+    token_ids: list[list[int]], computed: list[int], scheduled: list[int], tables: list[list[int]], step: int = 0
+) -> Batch:
     """One batch over rows 0..B-1; a sequence samples when its chunk reaches its last known token."""
     width, blocks = max(len(ids) for ids in token_ids), max(len(table) for table in tables)
     known = np.zeros((len(token_ids), width), dtype=np.int32)
@@ -46,7 +48,9 @@ def generate(
     """
     free = list(np.random.default_rng(0).permutation(np.arange(1, num_blocks)))
     known = [list(prompt) for prompt in prompts]
-    tables: list[list[int]] = [[int(free.pop()) for _ in range(-(-(len(p) + num_tokens) // block_size))] for p in prompts]
+    tables: list[list[int]] = [
+        [int(free.pop()) for _ in range(-(-(len(p) + num_tokens) // block_size))] for p in prompts
+    ]
     computed, answers = [0] * len(known), [[] for _ in known]  # type: tuple[list[int], list[list[int]]]
     step = 0
     while any(len(answer) < num_tokens for answer in answers):

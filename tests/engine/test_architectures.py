@@ -83,8 +83,12 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return write_reference(tmp_path_factory.mktemp("model"), *request.param)
 
 
-def logits_of_steps(reference: Reference, steps: list[int], dtype: Dtype = "float32") -> tuple[torch.Tensor, TorchCPURunner]:
-    """Logits [len(steps), VOCAB_SIZE] after each of these steps over the sequence, fed as if each step's last token were the last known."""
+def logits_of_steps(
+    reference: Reference, steps: list[int], dtype: Dtype = "float32"
+) -> tuple[torch.Tensor, TorchCPURunner]:
+    """Logits [len(steps), VOCAB_SIZE] after each of these steps over the sequence, fed as if each step's last token
+    were the last known.
+    """
     model = load_model(reference.model_dir, dtype)
     config = model.config
     block = config.num_layers * 2 * config.num_kv_heads * BLOCK_SIZE * config.head_dim
@@ -101,7 +105,9 @@ def logits_of_steps(reference: Reference, steps: list[int], dtype: Dtype = "floa
     return torch.stack(rows), runner
 
 
-@pytest.mark.parametrize("steps", [[NUM_TOKENS], [33, 16, 1, 18, 1, 1], [1] * NUM_TOKENS], ids=["whole", "chunks", "decodes"])
+@pytest.mark.parametrize(
+    "steps", [[NUM_TOKENS], [33, 16, 1, 18, 1, 1], [1] * NUM_TOKENS], ids=["whole", "chunks", "decodes"]
+)
 def test_logits_are_those_of_transformers(reference: Reference, steps: list[int]) -> None:
     logits, runner = logits_of_steps(reference, steps)
     ends = torch.tensor(steps).cumsum(0) - 1
@@ -139,7 +145,8 @@ def test_rope_frequencies_of_real_models(tmp_path: Path, rope: dict[str, Any]) -
     if rope["rope_type"] == "llama3":
         rope = {**rope, "original_max_position_embeddings": 8192}
     config = transformers.LlamaConfig(
-        vocab_size=8, hidden_size=128, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, max_position_embeddings=131072,
+        vocab_size=8, hidden_size=128, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        max_position_embeddings=131072,
         rope_parameters=rope,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config)

@@ -1,4 +1,6 @@
-"""GGUF to a Hugging Face directory: names, the rotary row order, tokenizer, chat template; and the result can be served."""
+"""GGUF to a Hugging Face directory: names, the rotary row order, tokenizer, chat template; and the result can be
+served.
+"""
 
 from pathlib import Path
 
@@ -55,12 +57,16 @@ def write_gguf(path: Path, tensors: dict[str, torch.Tensor], pre: str = "smollm"
     writer.add_pad_token_id(2)
     writer.add_unk_token_id(0)
     writer.add_chat_template("{{ messages[0]['content'] }}")
-    names = {f"model.layers.{i}.{hf}": f"blk.{i}.{name}" for i in range(TINY.num_layers) for name, hf in LAYER_NAMES.items()}
+    names = {
+        f"model.layers.{i}.{hf}": f"blk.{i}.{name}" for i in range(TINY.num_layers) for name, hf in LAYER_NAMES.items()
+    }
     names |= {hf: name for name, hf in TOP_NAMES.items()}
     for name, tensor in tensors.items():
         gguf_name = names[name.removesuffix(".weight")] + ".weight"
         if "attn_q" in gguf_name or "attn_k" in gguf_name:
-            writer.add_tensor(gguf_name, interleaved(tensor, TINY.num_heads if "attn_q" in gguf_name else TINY.num_kv_heads))
+            writer.add_tensor(
+                gguf_name, interleaved(tensor, TINY.num_heads if "attn_q" in gguf_name else TINY.num_kv_heads)
+            )
         else:
             writer.add_tensor(gguf_name, tensor.numpy())
     writer.write_header_to_file()

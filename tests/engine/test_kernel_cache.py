@@ -1,4 +1,6 @@
-"""Compiled kernels on disk: found again under their key, told apart by it; whatever is wrong with the cache, the kernels are right."""
+"""Compiled kernels on disk: found again under their key, told apart by it; whatever is wrong with the cache, the
+kernels are right.
+"""
 
 import errno
 import logging
@@ -25,7 +27,9 @@ from engine.runners.cpu_simd import make_widen_row
 from engine.runners.torch_cpu import TorchCPURunner
 from tests.engine.tiny_llama import TINY, random_tensors
 
-pytestmark = pytest.mark.filterwarnings("ignore::numba.NumbaPerformanceWarning")  # a kernel of one row has nothing to do in parallel
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::numba.NumbaPerformanceWarning"
+)  # a kernel of one row has nothing to do in parallel
 
 
 SOURCES = (__file__, cpu_simd.__file__)
@@ -80,7 +84,9 @@ def count(numbers):
 
 
 def test_a_file_that_moves_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its code names the module that it came from: another checkout, where the file is still in its old place, cannot load that."""
+    """Its code names the module that it came from: another checkout, where the file is still in its old place, cannot
+    load that.
+    """
     monkeypatch.setenv("TWOPASS_CACHE", str(tmp_path / "cache"))
     monkeypatch.syspath_prepend(tmp_path)
     for room in ("old_room", "new_room"):
@@ -125,7 +131,9 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "emptied": lambda file: file.write_bytes(b""),
     "truncated": lambda file: os.truncate(file, file.stat().st_size // 2),
     "truncated in its digest": lambda file: os.truncate(file, 7),
-    "one bit": lambda file: file.write_bytes((data := file.read_bytes())[:-900] + bytes([data[-900] ^ 4]) + data[-899:]),
+    "one bit": lambda file: file.write_bytes(
+        (data := file.read_bytes())[:-900] + bytes([data[-900] ^ 4]) + data[-899:]
+    ),
     "garbage": lambda file: file.write_bytes(b"\x80\x04garbage" * 999),
     "another's": lambda file: file.write_bytes(file.read_bytes() + b"more"),
     "a folder": replaced_by_a_folder,
@@ -164,7 +172,9 @@ def test_a_full_disk_keeps_nothing_and_leaves_nothing(
     assert [path.name for path in tmp_path.glob("kernels/*/*")] == ["lock"]
 
 
-def test_a_file_where_the_folder_should_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Callable[[], list[str]]) -> None:
+def test_a_file_where_the_folder_should_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Callable[[], list[str]]
+) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("TWOPASS_CACHE", str(tmp_path / "file"))
     widen, out = make_widen(16, False, ""), np.zeros(16, dtype=np.float32)

@@ -1,4 +1,6 @@
-"""No process runs machine code of a source that has changed: every file that a compiled function depends on is one of its sources."""
+"""No process runs machine code of a source that has changed: every file that a compiled function depends on is one of
+its sources.
+"""
 
 import ast
 import importlib
@@ -16,7 +18,8 @@ pytest.importorskip("numba")
 
 ROOT = Path(__file__).parents[2]
 NOT_BAKED = {"engine.kernel_cache", "engine.loops_compile", "protocol.arrays"}
-"""How functions are compiled, which every folder is named after, and the types of arrays, which every signature names."""
+"""How functions are compiled, which every folder is named after, and the types of arrays, which every signature names.
+"""
 MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for package in ("engine", "kv_transfer", "simulator", "bench")
@@ -43,7 +46,9 @@ class Module:
                 self.definitions[node.name] = node
             elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                self.definitions |= {name.id: node.value for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+                self.definitions |= {
+                    name.id: node.value for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)
+                }
 
 
 def file_of(module: str) -> Path:
@@ -96,7 +101,9 @@ def test_what_a_compiled_function_depends_on_is_among_its_sources(module: str) -
 
 
 def test_there_are_sources_to_check() -> None:
-    assert {"engine.scheduler.loops_sequences", "engine.runners.cpu_kernels", "simulator.summing_runner"} <= set(MODULES)
+    assert {"engine.scheduler.loops_sequences", "engine.runners.cpu_kernels", "simulator.summing_runner"} <= set(
+        MODULES
+    )
 
 
 ONE_STEP = """
@@ -116,7 +123,9 @@ print(*expected_tokens([4, 2, 9], 1), *(runner.execute(batch).token_ids[0, 0] fo
 
 
 def test_a_changed_constant_is_compiled_anew_in_whatever_file_it_is(tmp_path: Path) -> None:
-    """The arithmetic model's constants are in the machine code of two packages; here their file has another name, too."""
+    """The arithmetic model's constants are in the machine code of two packages; here their file has another name,
+    too.
+    """
     for package in ("engine", "protocol", "simulator"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
     model = tmp_path / "engine/runners/model_of_sums.py"

@@ -1,4 +1,6 @@
-"""The loop's shell: order, stepping, ticking while a step runs, failures, gaps, drain. Nothing here waits for time to pass."""
+"""The loop's shell: order, stepping, ticking while a step runs, failures, gaps, drain. Nothing here waits for time to
+pass.
+"""
 
 import queue
 import threading
@@ -127,11 +129,15 @@ class FakeService:
 
 def tokens(slot: int, token_id: int) -> StepTokens:
     one = np.ones(1, np.int32)
-    return StepTokens(router_epoch=1, slots=np.array([slot]), attempts=one, offsets=one, counts=one, token_ids=one * token_id)
+    return StepTokens(
+        router_epoch=1, slots=np.array([slot]), attempts=one, offsets=one, counts=one, token_ids=one * token_id
+    )
 
 
 def arithmetic() -> ArithmeticRunner:
-    return ArithmeticRunner(np.zeros((1 + 8 * MAX_LEN // BLOCK_SIZE, BLOCK_SIZE), np.int64), step_seconds=lambda _: 1e-3)
+    return ArithmeticRunner(
+        np.zeros((1 + 8 * MAX_LEN // BLOCK_SIZE, BLOCK_SIZE), np.int64), step_seconds=lambda _: 1e-3
+    )
 
 
 class GatedRunner:
@@ -299,7 +305,9 @@ class Launched:
 
 
 class LaunchingArithmetic:
-    """Says that a step was launched and is waited for; lets it end when allowed. Each of `errors` is raised by one launch, None by none."""
+    """Says that a step was launched and is waited for; lets it end when allowed. Each of `errors` is raised by one
+    launch, None by none.
+    """
 
     def __init__(self, *errors: Exception | None, late: bool = False) -> None:
         """`late`: by `result` instead."""
@@ -339,7 +347,11 @@ def test_the_next_step_is_launched_before_the_one_before_has_ended() -> None:
 
 @pytest.mark.parametrize("late", [False, True], ids=["launch", "result"])
 def test_a_launched_step_that_fails_does_so_in_its_turn(late: bool) -> None:
-    service, runner, router = FakeService(), LaunchingArithmetic(None, RuntimeError("out of memory"), late=late), Outgoing(ROUTER)
+    service, runner, router = (
+        FakeService(),
+        LaunchingArithmetic(None, RuntimeError("out of memory"), late=late),
+        Outgoing(ROUTER),
+    )
     with running(service, runner, asynchronous=True) as (loop, _):
         for number in range(2):
             loop.deliver(router.envelope(HERE, request(number, [number + 1, 2], 1)))
@@ -442,7 +454,11 @@ def test_drain_reaches_the_service() -> None:
 def test_messages_keep_the_order_of_the_outbox_per_receiver() -> None:
     service = FakeService()
     with running(service, arithmetic()) as (loop, sent):
-        service.outbox += [(PREFILL, Drain(deadline_s=0.0)), (ROUTER, Drain(deadline_s=1.0)), (PREFILL, Drain(deadline_s=2.0))]
+        service.outbox += [
+            (PREFILL, Drain(deadline_s=0.0)),
+            (ROUTER, Drain(deadline_s=1.0)),
+            (PREFILL, Drain(deadline_s=2.0)),
+        ]
         loop.wake()
         out = [sent.get(timeout=TIMEOUT_S) for _ in range(3)]
     assert [(e.receiver, e.seq, e.message) for e in out if e.receiver == PREFILL] == [

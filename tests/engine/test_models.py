@@ -1,4 +1,6 @@
-"""Model directories: what is read, what is refused and how the refusal reads; nothing is loaded before the check has passed."""
+"""Model directories: what is read, what is refused and how the refusal reads; nothing is loaded before the check has
+passed.
+"""
 
 import json
 from dataclasses import replace
@@ -54,7 +56,9 @@ def test_older_directories_keep_scaling_in_rope_scaling_and_theta_beside_it(tmp_
     write_model_dir(tmp_path, rope_theta=5e5, rope_scaling=LLAMA3_ROPE)
     config = read_config(tmp_path)
     assert config.rope_theta == 5e5
-    assert config.rope_scaling == RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=8192)
+    assert config.rope_scaling == RopeScaling(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=8192
+    )
     write_model_dir(tmp_path, rope_scaling={"type": "linear", "factor": 4})
     assert read_config(tmp_path).rope_scaling == RopeScaling(factor=4.0)
 
@@ -70,7 +74,9 @@ def test_older_directories_keep_scaling_in_rope_scaling_and_theta_beside_it(tmp_
         ("LlamaForCausalLM", {"sliding_window": 64}, 1024),
     ],
 )
-def test_sequences_stay_within_the_attention_window(tmp_path: Path, architecture: str, changes: dict[str, Any], longest: int) -> None:
+def test_sequences_stay_within_the_attention_window(
+    tmp_path: Path, architecture: str, changes: dict[str, Any], longest: int
+) -> None:
     write_model_dir(tmp_path, architectures=[architecture], **changes)
     assert read_config(tmp_path).max_position_embeddings == longest
 
@@ -94,24 +100,39 @@ def test_fingerprint_follows_the_weights_and_not_the_place(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is unknown, expected one of LlamaForCausalLM"),
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "architecture GPT2LMHeadModel is unknown, expected one of LlamaForCausalLM",
+        ),
         ({"architectures": None}, "architecture none is unknown"),
         ({"hidden_size": None}, "hidden_size is None, expected a positive integer"),
         ({"num_key_value_heads": 4}, "num_attention_heads 6 is no multiple of num_key_value_heads 4"),
         ({"architectures": "MixtralForCausalLM"}, "architecture MixtralForCausalLM is unknown"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope type is yarn, supported are default, linear, llama3"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type is dynamic, supported are default, linear, llama3"),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "rope type is dynamic, supported are default, linear, llama3",
+        ),
         ({"rope_scaling": {"type": "linear"}}, "factor is None, expected a positive number"),
         ({"rope_scaling": LLAMA3_ROPE | {"low_freq_factor": "1"}}, "low_freq_factor is 1, expected a positive number"),
-        ({"rope_scaling": LLAMA3_ROPE | {"low_freq_factor": 4.0}}, "low_freq_factor 4.0 is not below high_freq_factor 4.0"),
+        (
+            {"rope_scaling": LLAMA3_ROPE | {"low_freq_factor": 4.0}},
+            "low_freq_factor 4.0 is not below high_freq_factor 4.0",
+        ),
         ({"rope_scaling": [8.0]}, r"rope_scaling is \[8.0\], expected an object"),
         ({"rope_theta": -1}, "rope_theta is -1, expected a positive number"),
         ({"rms_norm_eps": True}, "rms_norm_eps is True, expected a positive number"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, supported is 1.0"),
         ({"mlp_bias": True}, "mlp_bias is True, supported is False"),
         ({"architectures": ["Qwen3ForCausalLM"], "head_dim": None}, "head_dim is None, expected a positive integer"),
-        ({"architectures": ["MistralForCausalLM"], "num_key_value_heads": None}, "num_key_value_heads is None, expected a positive"),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "sliding_window is 0, expected a positive integer"),
+        (
+            {"architectures": ["MistralForCausalLM"], "num_key_value_heads": None},
+            "num_key_value_heads is None, expected a positive",
+        ),
+        (
+            {"architectures": ["MistralForCausalLM"], "sliding_window": 0},
+            "sliding_window is 0, expected a positive integer",
+        ),
         ({"architectures": ["Qwen2ForCausalLM"], "attention_bias": True}, "attention_bias is True, supported is False"),
         ({"attention_bias": True}, "attention_bias is True, supported is False"),
         ({"hidden_act": "gelu"}, "hidden_act is gelu, supported is silu"),
@@ -152,7 +173,10 @@ def test_truncated_weights_are_refused_before_they_are_loaded(tmp_path: Path, si
 
 def test_a_header_of_something_else_is_refused(tmp_path: Path) -> None:
     write_model_dir(tmp_path)
-    for header, message in ((b"not json", "header cannot be read"), (b'{"a": {"dtype": "F32"}}', "header is malformed")):
+    for header, message in (
+        (b"not json", "header cannot be read"),
+        (b'{"a": {"dtype": "F32"}}', "header is malformed"),
+    ):
         (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
         with pytest.raises(ModelError, match=message):
             check_model_dir(tmp_path)
@@ -166,7 +190,9 @@ def test_missing_tensors_wrong_shapes_and_wrong_dtypes_are_named(tmp_path: Path)
         (torch.zeros(96, 128), rf"model\.safetensors: tensor {name} has shape \[96, 128\], expected \[128, 96\]"),
         (torch.zeros(128, 96, dtype=torch.int8), rf"tensor {name} has dtype I8, expected one of BF16, F16, F32"),
     ):
-        changed = {key: value for key, value in tensors.items() if key != name} | ({} if wrong is None else {name: wrong})
+        changed = {key: value for key, value in tensors.items() if key != name} | (
+            {} if wrong is None else {name: wrong}
+        )
         write_model_dir(tmp_path, tensors=changed)
         with pytest.raises(ModelError, match=message):
             load_model(tmp_path, "float32")
@@ -177,7 +203,11 @@ def test_tensors_without_a_place_are_named(tmp_path: Path) -> None:
     known = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(32), "lm_head.weight": torch.zeros(97, 96)}
     write_model_dir(tmp_path, tensors=tensors | known)
     check_model_dir(tmp_path)
-    for name in ("model.layers.0.self_attn.q_proj.bias", "model.layers.2.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight_scale"):
+    for name in (
+        "model.layers.0.self_attn.q_proj.bias",
+        "model.layers.2.mlp.up_proj.weight",
+        "model.layers.0.mlp.up_proj.weight_scale",
+    ):
         write_model_dir(tmp_path, tensors=tensors | {name: torch.zeros(4)})
         with pytest.raises(ModelError, match=rf"model\.safetensors: tensor {name} has no place in a LlamaForCausalLM"):
             check_model_dir(tmp_path)
@@ -217,7 +247,9 @@ def test_shards_are_found_by_their_index(tmp_path: Path) -> None:
     ("generation", "config", "expected"),
     [(7, 3, (7,)), ([9, 7], 3, (7, 9)), (None, 3, (3,)), (None, None, ()), (0, None, (0,))],
 )
-def test_eos_comes_from_the_generation_config_first(tmp_path: Path, generation: object, config: object, expected: tuple[int, ...]) -> None:
+def test_eos_comes_from_the_generation_config_first(
+    tmp_path: Path, generation: object, config: object, expected: tuple[int, ...]
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": config}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
     assert eos_token_ids(tmp_path) == expected

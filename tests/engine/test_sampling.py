@@ -28,8 +28,12 @@ def uniform(seed: int, index: int) -> float:
     return (mix((mix(seed % 2**64) + (index + 1) * 0x9E3779B97F4A7C15) & MASK) >> 11) * 2.0**-53
 
 
-def reference(logits: list[float], prompt: list[int], answer: list[int], index: int, params: SamplingParams) -> tuple[int, float]:
-    """The chosen token, and how far the draw was from choosing another (a share of the sum; inf where nothing is drawn)."""
+def reference(
+    logits: list[float], prompt: list[int], answer: list[int], index: int, params: SamplingParams
+) -> tuple[int, float]:
+    """The chosen token, and how far the draw was from choosing another (a share of the sum; inf where nothing is
+    drawn).
+    """
     scores = list(logits)
     for token_id, bias in params.logit_bias:
         scores[token_id] += bias
@@ -74,7 +78,9 @@ def reference(logits: list[float], prompt: list[int], answer: list[int], index: 
 def make(
     params: list[SamplingParams], prompts: list[list[int]], answers: list[list[int]], base: int = 0
 ) -> tuple[SamplingMetadata, Contexts]:
-    """Rows in reverse order; the last known token is only in `last`. `base`: tokens of the answer delivered by attempts before."""
+    """Rows in reverse order; the last known token is only in `last`. `base`: tokens of the answer delivered by attempts
+    before.
+    """
     num_rows = len(params) + 1
     sampling = SamplingMetadata(num_rows)
     known = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
@@ -84,7 +90,9 @@ def make(
         token_ids[row, : len(ids) - 1] = ids[:-1]
         sampling.put(row, own, base=base - len(prompt), eos_token_ids=(EOS,))
     num_known = np.array([len(ids) for ids in known], np.int32)
-    return sampling, Contexts(np.array(rows, np.int32), num_known, token_ids, np.array([ids[-1] for ids in known], np.int32))
+    return sampling, Contexts(
+        np.array(rows, np.int32), num_known, token_ids, np.array([ids[-1] for ids in known], np.int32)
+    )
 
 
 VOCAB = 31
@@ -105,12 +113,16 @@ all_params = st.builds(
     logprobs=st.sampled_from([None, 0, 5]),
     seed=st.integers(-(2**63), 2**63 - 1),
 )
-case = st.tuples(all_params, st.lists(number, min_size=1, max_size=12), st.lists(number, max_size=6), st.integers(0, 2**32))
+case = st.tuples(
+    all_params, st.lists(number, min_size=1, max_size=12), st.lists(number, max_size=6), st.integers(0, 2**32)
+)
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(case, min_size=1, max_size=5))
-def test_a_batch_chooses_what_the_reference_chooses_row_by_row(cases: list[tuple[SamplingParams, list[int], list[int], int]]) -> None:
+def test_a_batch_chooses_what_the_reference_chooses_row_by_row(
+    cases: list[tuple[SamplingParams, list[int], list[int], int]],
+) -> None:
     params, prompts, answers, noise = (list(column) for column in zip(*cases, strict=True))
     logits = np.stack([np.random.default_rng(seed).normal(0, 2, VOCAB).astype(np.float32) for seed in noise])
     sampling, contexts = make(params, prompts, answers)
@@ -122,7 +134,9 @@ def test_a_batch_chooses_what_the_reference_chooses_row_by_row(cases: list[tuple
         if i in reports:
             log_softmax = torch.log_softmax(torch.from_numpy(logits[i]).double(), -1).numpy()
             order = np.argsort(-log_softmax)[: own.logprobs]
-            assert reports[i].chosen == pytest.approx(log_softmax[chosen[i]], abs=1e-5), "before bias, penalties and temperature"
+            assert reports[i].chosen == pytest.approx(log_softmax[chosen[i]], abs=1e-5), (
+                "before bias, penalties and temperature"
+            )
             assert reports[i].top_token_ids == tuple(order.tolist())
             assert reports[i].top == pytest.approx(log_softmax[order], abs=1e-5)
 
@@ -194,7 +208,9 @@ def test_a_choice_depends_neither_on_the_batch_nor_on_where_the_attempt_began() 
 
 def test_rows_without_wishes_are_greedy_and_the_flag_says_so() -> None:
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(1))
-    sampling, contexts = make([SamplingParams(seed=5, stop_token_ids=(3,), top_k=4, top_p=0.5)] * 4, [[1]] * 4, [[]] * 4)
+    sampling, contexts = make(
+        [SamplingParams(seed=5, stop_token_ids=(3,), top_k=4, top_p=0.5)] * 4, [[1]] * 4, [[]] * 4
+    )
     assert sampling.num_special == 0
     assert choose(logits, sampling, contexts)[0].tolist() == greedy(logits).tolist()
     sampling.put(2, SamplingParams(logprobs=0), base=-1, eos_token_ids=())
@@ -212,7 +228,9 @@ def test_picks_at_the_edges_are_tokens_with_a_weight(vocab_size: int) -> None:
         for drawn in (0.0, 0.5, 1 - 2.0**-53):
             assert pick(weights, np.full(3, drawn)).tolist() == [where] * 3
     flat = np.full((1, vocab_size), 0.1, np.float32)
-    assert [int(pick(flat, np.array([(i + 0.5) / vocab_size]))[0]) for i in range(vocab_size)] == list(range(vocab_size))
+    assert [int(pick(flat, np.array([(i + 0.5) / vocab_size]))[0]) for i in range(vocab_size)] == list(
+        range(vocab_size)
+    )
 
 
 def test_top_p_of_a_flat_distribution_keeps_its_share_of_a_large_vocabulary() -> None:

@@ -1,4 +1,6 @@
-"""Sampling parameters on their way through scheduler and runner: same tokens however the work is cut, logprobs beside every token."""
+"""Sampling parameters on their way through scheduler and runner: same tokens however the work is cut, logprobs beside
+every token.
+"""
 
 from typing import Any
 
@@ -41,10 +43,23 @@ class Engine:
     """Answers and logprobs by request name; a step at a time, two in flight where asked."""
 
     def __init__(
-        self, runner: Runner | None = None, *, depth: int = 1, eos: tuple[int, ...] = (), proposer: Any = None, **knobs: Any
+        self,
+        runner: Runner | None = None,
+        *,
+        depth: int = 1,
+        eos: tuple[int, ...] = (),
+        proposer: Any = None,
+        **knobs: Any,
     ) -> None:
-        fields: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "max_model_len": 128, "block_size": BLOCK_SIZE}
-        self.scheduler = Scheduler(EngineConfig(**(fields | knobs)), num_blocks=NUM_BLOCKS, eos_token_ids=eos, proposer=proposer)
+        fields: dict[str, Any] = {
+            "max_num_batched_tokens": 64,
+            "max_num_seqs": 4,
+            "max_model_len": 128,
+            "block_size": BLOCK_SIZE,
+        }
+        self.scheduler = Scheduler(
+            EngineConfig(**(fields | knobs)), num_blocks=NUM_BLOCKS, eos_token_ids=eos, proposer=proposer
+        )
         self.runner = runner or ArithmeticRunner(np.zeros((NUM_BLOCKS, BLOCK_SIZE), np.int64))
         self.depth = depth
         self.answers: dict[str, dict[int, int]] = {}
@@ -70,7 +85,9 @@ class Engine:
                 return
             committed = self.scheduler.commit(outputs.pop(0))
             start = 0
-            for slot, offset, count in zip(committed.slots.tolist(), committed.offsets.tolist(), committed.counts.tolist(), strict=True):
+            for slot, offset, count in zip(
+                committed.slots.tolist(), committed.offsets.tolist(), committed.counts.tolist(), strict=True
+            ):
                 tokens = committed.token_ids[start : start + count].tolist()
                 self.answers[self._names[slot]].update({offset + ahead: token for ahead, token in enumerate(tokens)})
                 start += count
@@ -179,7 +196,9 @@ def torch_engine(monkeypatch: pytest.MonkeyPatch, **knobs: Any) -> Engine:
 
 
 def test_a_real_model_samples_the_same_in_any_company(monkeypatch: pytest.MonkeyPatch) -> None:
-    params = SamplingParams(temperature=1.5, top_p=0.9, seed=5, repetition_penalty=1.2, frequency_penalty=0.3, logprobs=3)
+    params = SamplingParams(
+        temperature=1.5, top_p=0.9, seed=5, repetition_penalty=1.2, frequency_penalty=0.3, logprobs=3
+    )
     alone, crowded = torch_engine(monkeypatch), torch_engine(monkeypatch, max_num_batched_tokens=7)
     alone.add("r", params)
     alone.run()
@@ -201,7 +220,10 @@ def test_min_tokens_holds_back_what_would_end_the_answer(monkeypatch: pytest.Mon
     free.add("r", SamplingParams())
     free.run()
     end = free.answer("r")[0]
-    for params, eos in ((SamplingParams(min_tokens=3, stop_token_ids=(end,)), ()), (SamplingParams(min_tokens=3), (end,))):
+    for params, eos in (
+        (SamplingParams(min_tokens=3, stop_token_ids=(end,)), ()),
+        (SamplingParams(min_tokens=3), (end,)),
+    ):
         held = torch_engine(monkeypatch, eos=eos)
         held.add("r", params)
         held.add("at once", SamplingParams(stop_token_ids=(end,)))
@@ -214,7 +236,9 @@ def test_min_tokens_holds_back_what_would_end_the_answer(monkeypatch: pytest.Mon
 def test_a_bias_forces_and_bans_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = torch_engine(monkeypatch)
     engine.add("forced", SamplingParams(logit_bias=((42, 100.0),)))
-    engine.add("banned", SamplingParams(temperature=1.0, seed=1, logit_bias=tuple((token, -100.0) for token in range(90))))
+    engine.add(
+        "banned", SamplingParams(temperature=1.0, seed=1, logit_bias=tuple((token, -100.0) for token in range(90)))
+    )
     engine.run()
     assert engine.answer("forced") == [42] * 9
     assert min(engine.answer("banned")) >= 90

@@ -1,4 +1,6 @@
-"""The CPU runner against a dense forward: chunk edges, prefix-cached starts, mixed batches, both kinds of operations between linears."""
+"""The CPU runner against a dense forward: chunk edges, prefix-cached starts, mixed batches, both kinds of operations
+between linears.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,6 +1,7 @@
 """The real model: every golden answer, exactly in float32; in bfloat16 by teacher forcing, as far as rounding allows.
 
-All of it runs on this CPU's widest instructions, and once more in a process that knows AVX2 alone: other kernels, other linears.
+All of it runs on this CPU's widest instructions, and once more in a process that knows AVX2 alone: other kernels, other
+linears.
 """
 
 import os
@@ -64,15 +65,22 @@ def check_bfloat16(logits: torch.Tensor, expected: Expected) -> None:
     assert logits.dtype is torch.float32
     golden = torch.tensor(ANSWERS).flatten()
     unlike = logits.argmax(1) != golden
-    led_by = expected.logits.gather(1, golden[:, None])[:, 0] - expected.logits.gather(1, logits.argmax(1, keepdim=True))[:, 0]
+    led_by = (
+        expected.logits.gather(1, golden[:, None])[:, 0]
+        - expected.logits.gather(1, logits.argmax(1, keepdim=True))[:, 0]
+    )
     excused = expected.excused_margins()
     beyond = unlike & (led_by >= excused)
-    assert not beyond.any(), f"another token where float32 leads by {led_by[beyond].tolist()}, excused {excused[beyond].tolist()}"
+    assert not beyond.any(), (
+        f"another token where float32 leads by {led_by[beyond].tolist()}, excused {excused[beyond].tolist()}"
+    )
     assert 0.85 < expected.relative_rms(logits) < 1.15, expected.relative_rms(logits)
 
 
 def test_bfloat16_errs_as_far_as_it_rounds(bfloat16: LlamaModel, expected: Expected) -> None:
-    """Its errors are of the size that its roundings explain, and so are the margins at which it chooses another token."""
+    """Its errors are of the size that its roundings explain, and so are the margins at which it chooses another
+    token.
+    """
     check_bfloat16(forced_logits(bfloat16), expected)
 
 
@@ -109,7 +117,12 @@ class KeysOneLate(TorchOps):
         (lambda model: model, RoundedResidual),
         (lambda model: model, KeysOneLate),
     ],
-    ids=["the norms' epsilon", "linears that round twice", "a residual stream in bfloat16", "keys rotated by a position more"],
+    ids=[
+        "the norms' epsilon",
+        "linears that round twice",
+        "a residual stream in bfloat16",
+        "keys rotated by a position more",
+    ],
 )
 def test_a_planted_mistake_is_more_than_rounding_explains(
     bfloat16: LlamaModel,
@@ -125,12 +138,16 @@ def test_a_planted_mistake_is_more_than_rounding_explains(
         check_bfloat16(teacher_forced(change(bfloat16), PROMPTS, ANSWERS), expected)
 
 
-@pytest.mark.skipif(not torch.backends.cpu.get_cpu_capability().startswith("AVX512"), reason="this CPU knows no more than AVX2")
+@pytest.mark.skipif(
+    not torch.backends.cpu.get_cpu_capability().startswith("AVX512"), reason="this CPU knows no more than AVX2"
+)
 def test_the_same_on_a_cpu_that_knows_avx2_alone(expected: Expected, tmp_path: Path) -> None:
     """The wider instructions are masked off, for torch, oneDNN and our own kernels alike."""
     file = tmp_path / "made"
     command = [sys.executable, "-m", "tests.engine.golden", str(file)]
-    ran = subprocess.run(command, env=os.environ | AVX2_ONLY, stdout=subprocess.PIPE, text=True, timeout=HANG_S, check=True)
+    ran = subprocess.run(
+        command, env=os.environ | AVX2_ONLY, stdout=subprocess.PIPE, text=True, timeout=HANG_S, check=True
+    )
     assert ran.stdout.split()[-1] == "AVX2"
     answers, logits = torch.load(file)
     assert answers == ANSWERS

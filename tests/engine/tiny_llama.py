@@ -1,4 +1,6 @@
-"""A random Llama small enough for tests: as tensors, as a model directory, and as a plain dense forward to hold the runner against."""
+"""A random Llama small enough for tests: as tensors, as a model directory, and as a plain dense forward to hold the
+runner against.
+"""
 
 import json
 from pathlib import Path
@@ -36,7 +38,9 @@ def random_tensors(config: ModelConfig, dtype: torch.dtype = torch.float32) -> d
     return tensors
 
 
-def write_model_dir(model_dir: Path, config: ModelConfig = TINY, tensors: dict[str, torch.Tensor] | None = None, **changes: Any) -> None:
+def write_model_dir(
+    model_dir: Path, config: ModelConfig = TINY, tensors: dict[str, torch.Tensor] | None = None, **changes: Any
+) -> None:
     """`changes` override keys of config.json; None removes one."""
     raw = {
         "architectures": [config.architecture],

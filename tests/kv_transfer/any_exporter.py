@@ -1,7 +1,7 @@
 """A prefill engine's process as the configuration makes it; the GPU is a make-believe one.
 
-`python -m tests.kv_transfer.any_exporter cpu|gpu TRANSPORT NAME NUM_BLOCKS BLOCK_BYTES` prints its endpoint, then obeys `write SLOT ID`,
-answering each line; ends with its input.
+`python -m tests.kv_transfer.any_exporter cpu|gpu TRANSPORT NAME NUM_BLOCKS BLOCK_BYTES` prints its endpoint, then obeys
+`write SLOT ID`, answering each line; ends with its input.
 """
 
 import sys
@@ -20,7 +20,9 @@ def main(memory: str, transport: str, name: str, num_blocks: int, block_bytes: i
         export = HostExport(config, name, num_blocks=num_blocks, block_bytes=block_bytes, num_slots=8)
     else:
         device = FakeDevice(f"{name}-gpu")
-        export = DeviceExport(config, name, device, num_blocks=num_blocks, block_bytes=block_bytes, num_slots=8, num_peers=1)
+        export = DeviceExport(
+            config, name, device, num_blocks=num_blocks, block_bytes=block_bytes, num_slots=8, num_peers=1
+        )
     leases = LeaseTable(export.words, epoch=1)
     export.cache[:] = content(num_blocks, block_bytes)
     print(export.endpoint.decode(), flush=True)

@@ -1,6 +1,8 @@
-"""A prefill engine's process as far as transfers see it: `python -m tests.kv_transfer.exporter NAME NUM_BLOCKS BLOCK_BYTES`.
+"""A prefill engine's process as far as transfers see it: `python -m tests.kv_transfer.exporter NAME NUM_BLOCKS
+BLOCK_BYTES`.
 
-Prints its endpoint, then obeys lines of standard input (`write SLOT ID`, `clear SLOT`), answering each with a line; ends with the input.
+Prints its endpoint, then obeys lines of standard input (`write SLOT ID`, `clear SLOT`), answering each with a line;
+ends with the input.
 """
 
 import sys

@@ -1,8 +1,8 @@
 """A prefill engine's process with a make-believe GPU that can be told to stall and to fail.
 
-`python -m tests.kv_transfer.gpu_exporter cuda_ipc|host_staged NAME NUM_BLOCKS BLOCK_BYTES [BUFFER_BYTES]` prints its endpoint, then obeys
-lines of standard input, answering each: `write SLOT ID`, `stall_after N` copies, `stalled` (answers once work waits for the stalled GPU),
-`resume`, `fail CALL TEXT`. Ends with its input.
+`python -m tests.kv_transfer.gpu_exporter cuda_ipc|host_staged NAME NUM_BLOCKS BLOCK_BYTES [BUFFER_BYTES]` prints its
+endpoint, then obeys lines of standard input, answering each: `write SLOT ID`, `stall_after N` copies, `stalled`
+(answers once work waits for the stalled GPU), `resume`, `fail CALL TEXT`. Ends with its input.
 """
 
 import sys
@@ -25,7 +25,10 @@ def main(kind: str, name: str, num_blocks: int, block_bytes: int, buffer_bytes: 
     device = FakeDevice(f"{name}-gpu")
     with ExitStack() as resources:
         segment = SharedSegment.create(
-            name, block_bytes=channel_bytes(buffer_bytes, NUM_BUFFERS), num_blocks=NUM_CHANNELS if kind == "host_staged" else 0, num_slots=8
+            name,
+            block_bytes=channel_bytes(buffer_bytes, NUM_BUFFERS),
+            num_blocks=NUM_CHANNELS if kind == "host_staged" else 0,
+            num_slots=8,
         )
         resources.callback(segment.close)
         leases = LeaseTable(segment.words, epoch=1)

@@ -1,4 +1,6 @@
-"""The two sides of a transfer in tests: an exporter in a process of its own, and a pulling side that waits for ends, not for time."""
+"""The two sides of a transfer in tests: an exporter in a process of its own, and a pulling side that waits for ends,
+not for time.
+"""
 
 import queue
 import subprocess
@@ -24,7 +26,9 @@ def content(num_blocks: int, block_bytes: int) -> np.ndarray:
 
 @contextmanager
 def unused_name() -> Iterator[str]:
-    """A name no other test uses; what lies under it afterwards is a leak, but for what a killed process could not take away."""
+    """A name no other test uses; what lies under it afterwards is a leak, but for what a killed process could not take
+    away.
+    """
     name = f"test-{uuid.uuid4().hex[:12]}"
     yield name
     remove_stale(f"{PREFIX}{name}")

@@ -54,11 +54,20 @@ def check(transport: Transport, endpoint: bytes, cache: np.ndarray, ends: Ends) 
     ("peers", "chosen", "log"),
     [
         ({"fake:0"}, "cuda_ipc", "transport cuda_ipc: moved the peer's nonce; same GPU"),
-        (set(), "host_staged", "refused before: cuda_ipc: open: peer access is not supported between these two devices (217)"),
+        (
+            set(),
+            "host_staged",
+            "refused before: cuda_ipc: open: peer access is not supported between these two devices (217)",
+        ),
     ],
 )
 def test_gpu_memory_takes_the_best_way_there_is(
-    start: Callable[[str, str], Exporter], name: str, peers: set[str], chosen: str, log: str, caplog: pytest.LogCaptureFixture
+    start: Callable[[str, str], Exporter],
+    name: str,
+    peers: set[str],
+    chosen: str,
+    log: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     exporter = start("gpu", "auto")
     assert [offer["kind"] for offer in offers(exporter.endpoint)][:2] == ["cuda_ipc", "host_staged"]
@@ -77,13 +86,17 @@ def test_gpu_memory_takes_the_best_way_there_is(
 
 
 @pytest.mark.parametrize("transport", ["cuda_ipc", "host_staged"])
-def test_gpu_memory_offers_only_what_was_configured(start: Callable[[str, str], Exporter], name: str, transport: Any) -> None:
+def test_gpu_memory_offers_only_what_was_configured(
+    start: Callable[[str, str], Exporter], name: str, transport: Any
+) -> None:
     exporter = start("gpu", transport)
     assert [offer["kind"] for offer in offers(exporter.endpoint)] == [transport]
     device = FakeDevice(f"{name}-here")
     pointer = device.allocate(NUM_BLOCKS * BLOCK_BYTES)
     cache, ends = device.tensor(pointer, NUM_BLOCKS, BLOCK_BYTES), Ends()
-    named = choose_device(TransferConfig(transport=transport), device, DeviceBlocks(pointer, NUM_BLOCKS, BLOCK_BYTES, cache), ends)
+    named = choose_device(
+        TransferConfig(transport=transport), device, DeviceBlocks(pointer, NUM_BLOCKS, BLOCK_BYTES, cache), ends
+    )
     assert named.name == transport
     check(named, exporter.endpoint, cache, ends)
     named.close()
@@ -102,14 +115,18 @@ def test_host_memory_is_shared(start: Callable[[str, str], Exporter]) -> None:
 
 def test_a_transport_that_cannot_work_here_is_named_at_start(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     device = FakeDevice(name)
-    with pytest.raises(ConfigError, match="transfer.transport: cuda_ipc moves nothing out of host memory; auto, shared_memory, nixl do"):
+    with pytest.raises(
+        ConfigError, match="transfer.transport: cuda_ipc moves nothing out of host memory; auto, shared_memory, nixl do"
+    ):
         HostExport(TransferConfig(transport="cuda_ipc"), name, **SHAPE)
     with pytest.raises(ConfigError, match="transfer.transport: shared_memory moves nothing out of GPU memory"):
         DeviceExport(TransferConfig(transport="shared_memory"), name, device, **SHAPE, num_peers=1)
     with pytest.raises(ConfigError, match="host_staged moves nothing out of host memory"):
         choose(TransferConfig(transport="host_staged"), np.zeros((2, 8), np.uint8), lambda: None)
     monkeypatch.setitem(sys.modules, "nixl._api", None)
-    with pytest.raises(ConfigError, match=r"transfer.transport: nixl cannot work here: nixl: NIXL is not installed \(extra `nixl`\)"):
+    with pytest.raises(
+        ConfigError, match=r"transfer.transport: nixl cannot work here: nixl: NIXL is not installed \(extra `nixl`\)"
+    ):
         HostExport(TransferConfig(transport="nixl"), name, **SHAPE)
     with pytest.raises(ConfigError, match="nixl cannot work here"):
         choose(TransferConfig(transport="nixl"), np.zeros((2, 8), np.uint8), lambda: None)

@@ -19,4 +19,6 @@ for module in pkgutil.walk_packages(kv_transfer.__path__, "kv_transfer."):
 def test_every_module_imports_without_what_is_optional() -> None:
     done = subprocess.run([sys.executable, "-c", IMPORT_ALL], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
-    assert {"kv_transfer.device.cuda_driver", "kv_transfer.transports.nixl", "kv_transfer.select"} <= set(done.stdout.split())
+    assert {"kv_transfer.device.cuda_driver", "kv_transfer.transports.nixl", "kv_transfer.select"} <= set(
+        done.stdout.split()
+    )

@@ -17,7 +17,14 @@ def test_sizes_of_an_8b_model() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"model": "n"}, {"dtype": "float16"}, {"num_layers": 31}, {"num_kv_heads": 4}, {"block_size": 32}, {"head_dim": 64}],
+    [
+        {"model": "n"},
+        {"dtype": "float16"},
+        {"num_layers": 31},
+        {"num_kv_heads": 4},
+        {"block_size": 32},
+        {"head_dim": 64},
+    ],
 )
 def test_any_difference_changes_the_fingerprint(change: dict[str, int | str]) -> None:
     other = replace(LAYOUT, **change)  # type: ignore[arg-type]

@@ -38,7 +38,9 @@ def test_a_new_segment_is_zero_aligned_and_complete(name: str) -> None:
 def test_too_little_shared_memory_is_an_error_that_names_both_sides(name: str) -> None:
     volume = os.statvfs(DIRECTORY)
     available = volume.f_bavail * volume.f_frsize
-    with pytest.raises(CapacityError, match=r"/dev/shm: \d+ bytes of shared memory needed for the KV cache, \d+ available"):
+    with pytest.raises(
+        CapacityError, match=r"/dev/shm: \d+ bytes of shared memory needed for the KV cache, \d+ available"
+    ):
         create(name, available // 1000 + 1)
 
 

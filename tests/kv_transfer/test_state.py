@@ -107,8 +107,13 @@ def test_the_outcome_may_be_left_out_where_only_one_is_listed() -> None:
 
 def test_every_state_can_be_left_and_every_state_can_end() -> None:
     """No attempt can be caught: from everywhere a path leads to GONE."""
-    for table, states, gone in ((PREFILL_TABLE, PrefillState, PrefillState.GONE), (DECODE_TABLE, DecodeState, DecodeState.GONE)):
+    for table, states, gone in (
+        (PREFILL_TABLE, PrefillState, PrefillState.GONE),
+        (DECODE_TABLE, DecodeState, DecodeState.GONE),
+    ):
         ending = {str(gone)}
         for _ in states:
-            ending |= {str(state) for (state, _), following in table.items() if any(str(to) in ending for to in following)}
+            ending |= {
+                str(state) for (state, _), following in table.items() if any(str(to) in ending for to in following)
+            }
         assert ending == {str(state) for state in states}

@@ -7,7 +7,9 @@ from tests.pool_world import ROUTER, PrefillWorld, key
 
 
 @pytest.mark.parametrize(("aborted", "message"), [(False, "lease expired"), (True, "revoke expired")])
-def test_an_unanswered_lease_is_a_warning_about_its_attempt(caplog: pytest.LogCaptureFixture, aborted: bool, message: str) -> None:
+def test_an_unanswered_lease_is_a_warning_about_its_attempt(
+    caplog: pytest.LogCaptureFixture, aborted: bool, message: str
+) -> None:
     world = PrefillWorld()
     world.generate()
     world.step()

@@ -53,7 +53,12 @@ def test_chunks_are_offered_as_they_are_computed_and_the_first_token_goes_to_the
     (_, last), (to, tokens) = world.sent()
     assert (last.num_ready_tokens, last.final, last.first_token_id, last.lease_id) == (10, True, FIRST, first.lease_id)
     assert to == ROUTER and isinstance(tokens, StepTokens)
-    assert (tokens.slots.tolist(), tokens.offsets.tolist(), tokens.token_ids.tolist(), tokens.ends) == ([7], [0], [FIRST], ())
+    assert (tokens.slots.tolist(), tokens.offsets.tolist(), tokens.token_ids.tolist(), tokens.ends) == (
+        [7],
+        [0],
+        [FIRST],
+        (),
+    )
     assert set(tokens.stages[0].seconds) == {"prefill_queue", "prefill"}
     assert world.step() == {}
 
@@ -110,7 +115,12 @@ def test_what_ends_a_running_prompt(cause: str, offered: bool) -> None:
         world.step()
     world.sent()
     end_it(world, cause)
-    ends = {"abort": [], "deadline": ["aborted"], "drain": [] if offered else ["returned"], "router gone": ["returned"]}[cause]
+    ends = {
+        "abort": [],
+        "deadline": ["aborted"],
+        "drain": [] if offered else ["returned"],
+        "router gone": ["returned"],
+    }[cause]
     sent = world.sent()
     assert [end.kind for _, m in sent if isinstance(m, StepTokens) for end in m.ends] == ends
     assert [m.lease_id for _, m in sent if isinstance(m, KVRevoke)] == ([5 << 32 | 1] if offered else [])
@@ -194,7 +204,9 @@ def test_a_refusal_that_decode_cannot_tell_of_is_told_here(final: bool) -> None:
         world.generate()
         world.step()
     world.sent()
-    refused = KVRelease(key=key(), lease_id=lease_id(world), outcome="refused", reason="early handoffs are full", router_knows=False)
+    refused = KVRelease(
+        key=key(), lease_id=lease_id(world), outcome="refused", reason="early handoffs are full", router_knows=False
+    )
     world.say(D, refused)
     assert [(end.slot, end.kind, end.error) for end in world.ends()] == [(7, "returned", "early handoffs are full")]
     assert world.service.idle
@@ -234,7 +246,10 @@ def test_what_the_prefix_cache_had_is_told_with_the_first_token_and_with_an_end_
     world.pass_time(3.0)
     told = [stage for _, m in world.sent(StepTokens) for stage in m.stages]
     assert [(stage.slot, stage.num_cached_tokens) for stage in told] == [(8, 8)]
-    assert (world.service.counters["cached_tokens"], world.service.counters["prefix_query_tokens"]) == (16, 10 + 10 + 12)
+    assert (world.service.counters["cached_tokens"], world.service.counters["prefix_query_tokens"]) == (
+        16,
+        10 + 10 + 12,
+    )
 
 
 def test_later_attempts_count_apart_in_the_prefix_cache() -> None:
@@ -265,7 +280,10 @@ def test_a_failed_step_fails_its_requests_alone() -> None:
     assert world.service.schedule() is not None
     world.generate(num_prompt=3, name="waits", slot=9)
     world.service.step_failed("out of memory")
-    assert [(end.slot, end.kind, end.error) for end in world.ends()] == [(7, "failed", "out of memory"), (8, "failed", "out of memory")]
+    assert [(end.slot, end.kind, end.error) for end in world.ends()] == [
+        (7, "failed", "out of memory"),
+        (8, "failed", "out of memory"),
+    ]
     assert world.step() == {"waits": 3}
 
 
@@ -315,7 +333,11 @@ def test_status_every_second() -> None:
     world.sent()
     world.pass_time(1.0)
     ((to, status),) = world.sent(ReplicaStatus)
-    assert to == ROUTER and (status.num_leases, status.num_free_blocks, status.last_trays) == (1, 13, ({"r": 8}, {"r": 2}))
+    assert to == ROUTER and (status.num_leases, status.num_free_blocks, status.last_trays) == (
+        1,
+        13,
+        ({"r": 8}, {"r": 2}),
+    )
     world.pass_time(0.5)
     assert world.sent(ReplicaStatus) == []
 
@@ -347,7 +369,9 @@ def test_a_request_without_a_decode_peer_is_a_bug() -> None:
 @pytest.mark.parametrize(("aging_s", "first"), [(10.0, "old"), (20.0, "urgent"), (0.0, "urgent")])
 def test_waiting_for_seconds_makes_urgent(aging_s: float, first: str) -> None:
     """Three units of priority, 31 seconds."""
-    world = PrefillWorld(scheduling_policy="priority", priority_aging_s=aging_s, max_num_batched_tokens=4, max_num_seqs=1)
+    world = PrefillWorld(
+        scheduling_policy="priority", priority_aging_s=aging_s, max_num_batched_tokens=4, max_num_seqs=1
+    )
     for slot, (name, priority) in enumerate((("old", 3), ("urgent", 0))):
         world.clock.advance_to(31.0 * slot)
         world.generate(4, name=name, slot=slot, priority=priority)

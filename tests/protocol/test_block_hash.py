@@ -24,7 +24,15 @@ def test_only_full_blocks_are_hashed_each_over_its_parent() -> None:
 
 
 def test_salt_and_model_separate_caches() -> None:
-    roots = {root_hash(b"m"), root_hash(b"n"), root_hash(b"m", "a"), root_hash(b"m", "b"), root_hash(b"", "m"), root_hash(b"am", ""), b""}
+    roots = {
+        root_hash(b"m"),
+        root_hash(b"n"),
+        root_hash(b"m", "a"),
+        root_hash(b"m", "b"),
+        root_hash(b"", "m"),
+        root_hash(b"am", ""),
+        b"",
+    }
     assert len(roots) == 7
 
 

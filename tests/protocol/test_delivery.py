@@ -38,7 +38,9 @@ def test_any_interleaving_is_delivered_once_and_in_order(arriving: list[Envelope
 
 
 @given(arrivals(), st.data())
-def test_without_one_message_nothing_after_it_is_delivered_and_its_sender_is_lost(arriving: list[Envelope], data: st.DataObject) -> None:
+def test_without_one_message_nothing_after_it_is_delivered_and_its_sender_is_lost(
+    arriving: list[Envelope], data: st.DataObject
+) -> None:
     clock = VirtualClock()
     incoming = Incoming(HERE, clock, gap_timeout_s=5.0)
     missing = data.draw(st.integers(0, max(e.seq for e in arriving if e.sender == PREFILL)))

@@ -40,7 +40,11 @@ def test_a_line_says_who_when_and_what_it_is_about(stream: io.StringIO) -> None:
     (line,) = lines(stream)
     assert line.pop("time")[10] == "T"
     fields = {"request_id": "a\n1", "attempt": 2, "error": "lease_expired"}
-    assert line == {"level": "warning", "logger": "router.somewhere", "replica": "router@7", "message": "attempt failed"} | fields
+    assert (
+        line
+        == {"level": "warning", "logger": "router.somewhere", "replica": "router@7", "message": "attempt failed"}
+        | fields
+    )
 
 
 def test_the_level_is_for_our_packages_and_libraries_only_warn(stream: io.StringIO) -> None:
@@ -55,7 +59,9 @@ def test_the_level_is_for_our_packages_and_libraries_only_warn(stream: io.String
 
 def test_exceptions_stay_on_their_line_and_anything_can_be_a_field(stream: io.StringIO) -> None:
     configure("info", Address("router", 7), stream)
-    log.error("died", exc_info=ValueError("why"), extra={"peer": Address("decode-0", 3), "path": object, "name_of": "\udc80"})
+    log.error(
+        "died", exc_info=ValueError("why"), extra={"peer": Address("decode-0", 3), "path": object, "name_of": "\udc80"}
+    )
     (line,) = lines(stream)
     assert "ValueError: why" in line["exception"] and line["peer"] == ["decode-0", 3] and line["name_of"] == "\udc80"
 

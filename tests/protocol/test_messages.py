@@ -37,7 +37,14 @@ LAYOUT = b"0123456789abcdef"
 
 EXAMPLES: list[Message] = [
     GenerateRequest(
-        key=KEY, slot=4, role="prefill", peer=PREFILL, prompt_token_ids=IDS, offset=0, max_tokens=9, sampling=SamplingParams(seed=1)
+        key=KEY,
+        slot=4,
+        role="prefill",
+        peer=PREFILL,
+        prompt_token_ids=IDS,
+        offset=0,
+        max_tokens=9,
+        sampling=SamplingParams(seed=1),
     ),
     AbortRequest(key=KEY, reason="client"),
     KVHandoff(

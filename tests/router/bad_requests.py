@@ -14,7 +14,11 @@ INT32, INT64 = (-(2**31), 2**31 - 1), (-(2**63), 2**63 - 1)
 
 def outside(least: float, greatest: float) -> st.SearchStrategy[float]:
     edges = [math.nan, math.inf, -math.inf, math.nextafter(least, -math.inf), math.nextafter(greatest, math.inf)]
-    return st.sampled_from(edges) | st.floats(max_value=least, exclude_max=True) | st.floats(min_value=greatest, exclude_min=True)
+    return (
+        st.sampled_from(edges)
+        | st.floats(max_value=least, exclude_max=True)
+        | st.floats(min_value=greatest, exclude_min=True)
+    )
 
 
 def integers_outside(least: int, greatest: int = INT32[1]) -> st.SearchStrategy[int]:
@@ -54,7 +58,9 @@ bad_fields: dict[str, st.SearchStrategy[Any]] = {
             {"chat": pb.Chat(messages=[pb.ChatMessage(role="user")])},
         ]
     )
-    | st.lists(a_token, min_size=MAX_MODEL_LEN, max_size=MAX_MODEL_LEN + 5).map(lambda ids: {"token_ids": pb.TokenIds(ids=ids)})
+    | st.lists(a_token, min_size=MAX_MODEL_LEN, max_size=MAX_MODEL_LEN + 5).map(
+        lambda ids: {"token_ids": pb.TokenIds(ids=ids)}
+    )
     | st.lists(not_a_token, min_size=1, max_size=3).map(lambda ids: {"token_ids": pb.TokenIds(ids=ids)}),
     "cache_salt": st.just("s" * 257),
     "request_id": st.sampled_from(["", "a b", "ä", "x" * 129, "tab\t", "nul\0"]),
@@ -106,4 +112,6 @@ def bad_message(draw: st.DrawFn) -> pb.GenerateRequest:
 _CUT_SHORT = b"\x3a\x20id"
 """A request id of 32 bytes, of which two came."""
 
-bad_data = bad_message().map(lambda message: message.SerializeToString()) | st.binary(max_size=64).map(lambda data: data + _CUT_SHORT)
+bad_data = bad_message().map(lambda message: message.SerializeToString()) | st.binary(max_size=64).map(
+    lambda data: data + _CUT_SHORT
+)

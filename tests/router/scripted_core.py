@@ -22,7 +22,9 @@ VOCAB_SIZE = 1000
 
 
 class ScriptedCore:
-    """`on_submit` runs for each request submitted and may raise or emit; every call is put into `calls` as (name, argument)."""
+    """`on_submit` runs for each request submitted and may raise or emit; every call is put into `calls` as (name,
+    argument).
+    """
 
     def __init__(self, on_submit: Callable[["ScriptedCore", ClientRequest], None] | None = None) -> None:
         self.outbox: list[tuple[Address, Message]] = []
@@ -65,10 +67,16 @@ class ScriptedCore:
         self.calls.put_nowait(("drain", deadline_s))
 
     def tokens(self, request_id: str, *token_ids: int, logprobs: tuple[TokenLogprobs, ...] = ()) -> None:
-        self.events.append(Delivered([request_id], list(token_ids), [len(token_ids)], {request_id: logprobs} if logprobs else {}))
+        self.events.append(
+            Delivered([request_id], list(token_ids), [len(token_ids)], {request_id: logprobs} if logprobs else {})
+        )
 
-    def end(self, request_id: str, finish_reason: FinishReason | None = None, error: RequestError | None = None) -> None:
-        self.events.append(Ended(request_id, finish_reason, error, Usage(2, 1, 99), {"queue": 1e-6, "decode": 2e-6}, 1, "colocated"))
+    def end(
+        self, request_id: str, finish_reason: FinishReason | None = None, error: RequestError | None = None
+    ) -> None:
+        self.events.append(
+            Ended(request_id, finish_reason, error, Usage(2, 1, 99), {"queue": 1e-6, "decode": 2e-6}, 1, "colocated")
+        )
 
 
 def echo(core: ScriptedCore, request: ClientRequest) -> None:
@@ -80,7 +88,9 @@ def echo(core: ScriptedCore, request: ClientRequest) -> None:
 class Serving:
     """What a test gets."""
 
-    def __init__(self, core: Any, door: FrontDoor, server: Server, address: str, sent: list[tuple[Address, Message]]) -> None:
+    def __init__(
+        self, core: Any, door: FrontDoor, server: Server, address: str, sent: list[tuple[Address, Message]]
+    ) -> None:
         self.core, self.door, self.server, self.address, self.sent = core, door, server, address, sent
 
     async def next_submit(self) -> ClientRequest:
@@ -91,7 +101,9 @@ class Serving:
 
 
 @asynccontextmanager
-async def serving(core: Core, tokenizer: Tokenizer | None = None, tracing: Tracing | None = None, **knobs: Any) -> AsyncIterator[Serving]:
+async def serving(
+    core: Core, tokenizer: Tokenizer | None = None, tracing: Tracing | None = None, **knobs: Any
+) -> AsyncIterator[Serving]:
     config = RouterConfig(**{"grpc_port": 0, **knobs})
     sent: list[tuple[Address, Message]] = []
     door = FrontDoor(

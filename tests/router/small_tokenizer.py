@@ -1,4 +1,6 @@
-"""A byte-level BPE tokenizer and one of SentencePiece's kind, each of some hundred tokens, trained on the spot, and model directories."""
+"""A byte-level BPE tokenizer and one of SentencePiece's kind, each of some hundred tokens, trained on the spot, and
+model directories.
+"""
 
 import json
 import tempfile
@@ -18,7 +20,8 @@ SAMPLES = [
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
-    "{% if message.role not in ('system', 'user', 'assistant') %}{{ raise_exception('unknown role ' + message.role) }}{% endif %}"
+    "{% if message.role not in ('system', 'user', 'assistant') %}{{ raise_exception('unknown role ' + message.role) "
+    "}}{% endif %}"
     "{{ '<|start|>' + message['role'] + '\n' + message['content'] + eos_token + '\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
@@ -37,7 +40,9 @@ def write_model_dir(path: Path, *, chat_template: str | None = CHAT_TEMPLATE) ->
         show_progress=False,
     )
     tokenizer.train_from_iterator(SAMPLES * 5, trainer)
-    tokenizer.add_tokens([AddedToken("<tool call>", special=False, normalized=False), AddedToken("größer", special=False)])
+    tokenizer.add_tokens(
+        [AddedToken("<tool call>", special=False, normalized=False), AddedToken("größer", special=False)]
+    )
     path.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(path / "tokenizer.json"))
     config = {"eos_token": {"content": "<|end|>"}, "bos_token": None}
@@ -48,7 +53,8 @@ def write_model_dir(path: Path, *, chat_template: str | None = CHAT_TEMPLATE) ->
 
 
 def write_sentence_piece_dir(path: Path, *, legacy: bool = False) -> Tokenizer:
-    """Like Llama 2's or Mistral's: "▁" for a blank and in front, bytes for characters that were not learnt (all but Latin ones).
+    """Like Llama 2's or Mistral's: "▁" for a blank and in front, bytes for characters that were not learnt (all but
+    Latin ones).
 
     `legacy`: blanks are replaced by normalizers, as in directories of that time, and by Metaspace else.
     """
@@ -56,7 +62,13 @@ def write_sentence_piece_dir(path: Path, *, legacy: bool = False) -> Tokenizer:
     learner.pre_tokenizer = pre_tokenizers.Metaspace()
     learner.train_from_iterator(SAMPLES[:2] * 5, trainers.BpeTrainer(vocab_size=150, show_progress=False))
     learnt = json.loads(learner.to_str())["model"]
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *sorted(learnt["vocab"], key=learnt["vocab"].get)]
+    tokens = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *sorted(learnt["vocab"], key=learnt["vocab"].get),
+    ]
     model = models.BPE(
         vocab={token: i for i, token in enumerate(tokens)},
         merges=[tuple(pair) for pair in learnt["merges"]],

@@ -10,7 +10,9 @@ LIMITS = Limits(max_model_len=100, num_pool_tokens=60, max_prompt_tokens=60)
 
 def request(num_prompt: int, max_tokens: int | None, deadline_s: float | None = None) -> ClientRequest:
     prompt = np.arange(num_prompt, dtype=np.int32)
-    return ClientRequest(request_id="r", prompt_token_ids=prompt, max_tokens=max_tokens, sampling=SamplingParams(), deadline_s=deadline_s)
+    return ClientRequest(
+        request_id="r", prompt_token_ids=prompt, max_tokens=max_tokens, sampling=SamplingParams(), deadline_s=deadline_s
+    )
 
 
 @pytest.mark.parametrize(
@@ -35,7 +37,9 @@ def test_max_tokens_is_clipped_to_the_model_not_to_the_pool() -> None:
         (10, 52, "max_tokens", "60"),
     ],
 )
-def test_what_never_fits_is_refused_with_field_and_limit(num_prompt: int, max_tokens: int, field: str, limit: str) -> None:
+def test_what_never_fits_is_refused_with_field_and_limit(
+    num_prompt: int, max_tokens: int, field: str, limit: str
+) -> None:
     with pytest.raises(InvalidRequest, match=limit) as caught:
         LIMITS.check(request(num_prompt, max_tokens))
     assert caught.value.field == field
@@ -75,7 +79,9 @@ def test_a_full_line_is_overloaded_but_takes_returned_requests() -> None:
 def test_several_find_room_together_or_not_at_all_and_overtake_nobody() -> None:
     line = AdmissionQueue(max_queue=4)
     line.check_room(14, 10)
-    with pytest.raises(Overloaded, match="15 answers are asked for, 10 find a place at once, 0 requests are waiting, max_queue is 4"):
+    with pytest.raises(
+        Overloaded, match="15 answers are asked for, 10 find a place at once, 0 requests are waiting, max_queue is 4"
+    ):
         line.check_room(15, 10)
     line.push(1, 0)
     line.check_room(3, 10)

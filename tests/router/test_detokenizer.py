@@ -1,4 +1,6 @@
-"""Whatever way an answer's tokens are cut into steps, its pieces join to the text of all tokens, each in whole characters."""
+"""Whatever way an answer's tokens are cut into steps, its pieces join to the text of all tokens, each in whole
+characters.
+"""
 
 from itertools import pairwise
 
@@ -116,7 +118,9 @@ def test_the_small_tokenizer_is_of_the_kind_that_is_served() -> None:
     st.integers(0, 12),
     st.booleans(),
 )
-def test_stop_strings_count_only_past_the_least_number_of_tokens(text: str, stop: list[str], min_tokens: int, include_stop: bool) -> None:
+def test_stop_strings_count_only_past_the_least_number_of_tokens(
+    text: str, stop: list[str], min_tokens: int, include_stop: bool
+) -> None:
     """One character a token. A stop string may begin before `min_tokens`, but not be complete by then."""
     byte_of = {data: token_id for token_id, data in enumerate(TOKENIZER.token_bytes)}
     detokenizer = Detokenizer(TOKENIZER, tuple(stop), include_stop=include_stop, min_tokens=min_tokens)

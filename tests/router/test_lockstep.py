@@ -37,7 +37,14 @@ class Decoding:
             self.world.submit(name, max_tokens=40, **changes)
         self.offset = 0
 
-    def step(self, *, slots: list[int] | None = None, offset: int | None = None, ends: tuple[End, ...] = (), sender: Address = D) -> None:
+    def step(
+        self,
+        *,
+        slots: list[int] | None = None,
+        offset: int | None = None,
+        ends: tuple[End, ...] = (),
+        sender: Address = D,
+    ) -> None:
         slots = self.slots if slots is None else slots
         start = self.offset if offset is None else offset
         self.offset += offset is None
@@ -142,7 +149,9 @@ def test_a_request_named_twice_does_not_go_in_lockstep(advances: list[int]) -> N
     ones = np.ones(2, np.int32)
     for offset in (1, 2):
         offsets = np.array([offset, offset + 1], np.int32)
-        decoding.world.say(D, StepTokens(router_epoch=3, slots=both, attempts=ones, offsets=offsets, counts=ones, token_ids=offsets))
+        decoding.world.say(
+            D, StepTokens(router_epoch=3, slots=both, attempts=ones, offsets=offsets, counts=ones, token_ids=offsets)
+        )
     assert not advances
     assert decoding.answers() == {"a": [0, 1, 2, 3]}
 
@@ -172,7 +181,9 @@ def played(seed: int) -> tuple[list[Any], dict[str, float], Any]:
             starts = [known - (known > 0 and draw.random() < 0.02) for _, _, known in rows]
             counts = [1 + (draw.random() < 0.02) for _ in rows]
             ends = tuple(
-                End(slot, attempt, draw.choice(["finished", "failed"]), "stop") for slot, attempt, _ in rows if draw.random() < 0.01
+                End(slot, attempt, draw.choice(["finished", "failed"]), "stop")
+                for slot, attempt, _ in rows
+                if draw.random() < 0.01
             )
             message = StepTokens(
                 router_epoch=3,

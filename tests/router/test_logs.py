@@ -29,13 +29,18 @@ def served() -> Router:
         endpoint=b"",
     )
     router.handle(Envelope(D, router.address, 0, hello))
-    request = ClientRequest(request_id="a", prompt_token_ids=np.arange(3, dtype=np.int32), max_tokens=4, sampling=SamplingParams())
+    request = ClientRequest(
+        request_id="a", prompt_token_ids=np.arange(3, dtype=np.int32), max_tokens=4, sampling=SamplingParams()
+    )
     router.submit(request)
     return router
 
 
 def said(caplog: pytest.LogCaptureFixture, *fields: str) -> list[tuple[Any, ...]]:
-    return [(record.levelname, record.message, *(getattr(record, field, None) for field in fields)) for record in caplog.records]
+    return [
+        (record.levelname, record.message, *(getattr(record, field, None) for field in fields))
+        for record in caplog.records
+    ]
 
 
 def test_a_death_is_told_with_the_attempts_it_failed(caplog: pytest.LogCaptureFixture) -> None:

@@ -33,7 +33,12 @@ class Measured(World):
     def __init__(self, **config: Any) -> None:
         super().__init__(**config)
         self.door = FrontDoor(
-            self.router, NumberTokenizer(100), RouterConfig(), Model("m", 100), send=lambda address, message: None, clock=self.clock
+            self.router,
+            NumberTokenizer(100),
+            RouterConfig(),
+            Model("m", 100),
+            send=lambda address, message: None,
+            clock=self.clock,
         )
         self.collector = RouterCollector(self.router, self.door)
 
@@ -41,7 +46,11 @@ class Measured(World):
         registry = CollectorRegistry()
         registry.register(self.collector)
         families = text_string_to_metric_families(generate_latest(registry).decode())
-        return {(sample.name, frozenset(sample.labels.items())): sample.value for family in families for sample in family.samples}
+        return {
+            (sample.name, frozenset(sample.labels.items())): sample.value
+            for family in families
+            for sample in family.samples
+        }
 
     def value(self, name: str, **labels: str) -> float | None:
         return self.samples().get((PREFIX + name, frozenset({"model_name": "m", **labels}.items())))
@@ -65,7 +74,9 @@ class Measured(World):
 
         asyncio.run(asyncio.wait_for(main(), 30))
 
-    def status(self, address: Address, *, steps: int = 0, step_s: float = 0.25, num_free: int = 90, **counters: float) -> None:
+    def status(
+        self, address: Address, *, steps: int = 0, step_s: float = 0.25, num_free: int = 90, **counters: float
+    ) -> None:
         histogram = Histogram((0.1, 1.0))
         histogram.observe(step_s, steps)
         self.say(
@@ -149,10 +160,15 @@ def test_a_retry_counts_as_one_and_its_gap_as_the_client_saw_it() -> None:
         world.clock.advance_to(2.0)
         world.tokens(D, 1, [41], ("finished", "stop"), attempt=2)
 
-    world.answer(lambda: world.tokens(D, 0, [40]), lambda: world.tokens(D, 0, [], ("failed", None, "broken")), comes_again)
+    world.answer(
+        lambda: world.tokens(D, 0, [40]), lambda: world.tokens(D, 0, [], ("failed", None, "broken")), comes_again
+    )
     assert world.value("request_retries_total") == 1
     assert world.value("requests_ended_total", reason="stop") == 1
-    assert (world.value("inter_token_latency_seconds_count"), world.value("inter_token_latency_seconds_sum")) == (1, 2.0)
+    assert (world.value("inter_token_latency_seconds_count"), world.value("inter_token_latency_seconds_sum")) == (
+        1,
+        2.0,
+    )
 
 
 def test_the_queue_has_a_length_and_an_age() -> None:
@@ -169,7 +185,8 @@ def test_blocks_add_up_to_the_pool() -> None:
     world = Measured()
     world.status(D)
     states = {
-        state: world.value("kv_blocks", pool="decode", replica="decode-0", state=state) for state in ("used", "held", "cached", "blank")
+        state: world.value("kv_blocks", pool="decode", replica="decode-0", state=state)
+        for state in ("used", "held", "cached", "blank")
     }
     assert states == {"used": 8, "held": 1, "cached": 20, "blank": 70}  # of 99
 
@@ -242,7 +259,10 @@ def test_a_request_is_one_answer_whether_it_is_accepted_or_refused() -> None:
             await anext(world.door.generate(lambda: pb.GenerateRequest(text="<1>", sampling=sampling), deadline_s=None))
 
     asyncio.run(ask())
-    assert (world.value("requests_rejected_total", reason="queue_full"), world.value("requests_accepted_total")) == (15, 0)
+    assert (world.value("requests_rejected_total", reason="queue_full"), world.value("requests_accepted_total")) == (
+        15,
+        0,
+    )
     assert world.sent(GenerateRequest) == [] and world.router.num_open == 0
     assert sum(world.door.totals.ends.values()) == 0
 
@@ -283,10 +303,18 @@ def test_stages_add_up_to_the_whole() -> None:
             continue
 
     asyncio.run(asyncio.wait_for(main(), HANG_S))
-    assert (world.value("time_to_first_token_seconds_count"), world.value("time_to_first_token_seconds_sum")) == (1, 1.0)
-    assert (world.value("e2e_request_latency_seconds_count"), world.value("e2e_request_latency_seconds_sum")) == (1, 3.0)
+    assert (world.value("time_to_first_token_seconds_count"), world.value("time_to_first_token_seconds_sum")) == (
+        1,
+        1.0,
+    )
+    assert (world.value("e2e_request_latency_seconds_count"), world.value("e2e_request_latency_seconds_sum")) == (
+        1,
+        3.0,
+    )
     stages = {
-        dict(labels)["stage"]: value for (name, labels), value in world.samples().items() if name == PREFIX + "request_stage_seconds_sum"
+        dict(labels)["stage"]: value
+        for (name, labels), value in world.samples().items()
+        if name == PREFIX + "request_stage_seconds_sum"
     }
     assert stages == {"tokenize": 0, "router_queue": 0, "prefill": 0.75, "decode": 1.5, "messages": 0.75, "deliver": 0}
 

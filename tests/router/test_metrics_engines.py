@@ -1,4 +1,6 @@
-"""What engines report to the router, against loads whose numbers are worked out by hand. Blocks of 4 tokens, a budget of 8."""
+"""What engines report to the router, against loads whose numbers are worked out by hand. Blocks of 4 tokens, a budget
+of 8.
+"""
 
 import numpy as np
 
@@ -27,7 +29,9 @@ def run(world: World) -> None:
 
 def alone(world: DecodeWorld, name: str, slot: int, num_prompt: int, max_tokens: int) -> None:
     """Each under a salt of its own: they share no prefix."""
-    message = world.request(num_prompt, key=key(name), slot=slot, role="alone", peer=None, max_tokens=max_tokens, cache_salt=name)
+    message = world.request(
+        num_prompt, key=key(name), slot=slot, role="alone", peer=None, max_tokens=max_tokens, cache_salt=name
+    )
     world.say(ROUTER, message)
 
 
@@ -52,9 +56,17 @@ def test_a_decode_engine_counts_what_it_pulls() -> None:
         world.step()  # reserves
         world.finish_pulls()
         run(world)
-    assert counted(world, "transferred_tokens", "cached_tokens", "prefix_query_tokens", "prompt_tokens") == (10 + 2, 8, 20, 0)
+    assert counted(world, "transferred_tokens", "cached_tokens", "prefix_query_tokens", "prompt_tokens") == (
+        10 + 2,
+        8,
+        20,
+        0,
+    )
     assert counted(world, "pulls", "pulled_bytes") == (2, (3 + 1) * 32)
-    assert counted(world, "generated_tokens", "scheduled_tokens") == (6, 6)  # the first of four comes from the prefill engine
+    assert counted(world, "generated_tokens", "scheduled_tokens") == (
+        6,
+        6,
+    )  # the first of four comes from the prefill engine
     assert last_status(world).transport == "local"
 
 
@@ -64,8 +76,17 @@ def test_a_preemption_and_what_it_costs() -> None:
     alone(world, "a", 1, num_prompt=8, max_tokens=10)
     alone(world, "b", 2, num_prompt=4, max_tokens=12)
     run(world)
-    assert counted(world, "preemptions_recompute", "preemptions_swap", "preemptions_remote", "recomputed_tokens") == (1, 0, 0, 7)
-    assert counted(world, "scheduled_tokens", "generated_tokens", "prompt_tokens") == ((8 + 9) + (4 + 11) + 7, 10 + 12, 8 + 4)
+    assert counted(world, "preemptions_recompute", "preemptions_swap", "preemptions_remote", "recomputed_tokens") == (
+        1,
+        0,
+        0,
+        7,
+    )
+    assert counted(world, "scheduled_tokens", "generated_tokens", "prompt_tokens") == (
+        (8 + 9) + (4 + 11) + 7,
+        10 + 12,
+        8 + 4,
+    )
     assert counted(world, "prefix_query_tokens", "cached_tokens") == (0, 0)
 
 

@@ -16,7 +16,17 @@ from tests.router.scripted_core import VOCAB_SIZE
 from tests.router.small_tokenizer import make_tokenizer
 from twopass.proto import twopass_pb2 as pb
 
-SAME_NAME = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "logprobs")
+SAME_NAME = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "logprobs",
+)
 TOKENIZER = NumberTokenizer(VOCAB_SIZE)
 SMALL = make_tokenizer()
 
@@ -135,7 +145,11 @@ class Counting:
     """The small tokenizer; counts the texts it is given to tokenise."""
 
     has_chat_template, token_bytes = True, SMALL.token_bytes
-    render, least_tokens, decode = staticmethod(SMALL.render), staticmethod(SMALL.least_tokens), staticmethod(SMALL.decode)
+    render, least_tokens, decode = (
+        staticmethod(SMALL.render),
+        staticmethod(SMALL.least_tokens),
+        staticmethod(SMALL.decode),
+    )
 
     def __init__(self) -> None:
         self.num_calls = 0

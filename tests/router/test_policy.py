@@ -5,7 +5,17 @@ from typing import Any
 import pytest
 
 from protocol.messages import Address, Hello, ReplicaStatus
-from router.policy import POLICIES, STALE_STATUS_S, PlacementRequest, ReplicaView, Route, least_loaded, pick, prefix_aware, round_robin
+from router.policy import (
+    POLICIES,
+    STALE_STATUS_S,
+    PlacementRequest,
+    ReplicaView,
+    Route,
+    least_loaded,
+    pick,
+    prefix_aware,
+    round_robin,
+)
 
 NOW = 100.0
 CHAIN = [bytes([i]) * 16 for i in range(4)]
@@ -34,14 +44,23 @@ def replica(
     made = ReplicaView(Address(name, 1), hello, NOW - age)
     if free is not None:
         made.status = ReplicaStatus(
-            state="up", seq=1, num_waiting=0, num_running=0, num_leases=0, num_pulls=0, num_early_handoffs=0, num_free_blocks=free
+            state="up",
+            seq=1,
+            num_waiting=0,
+            num_running=0,
+            num_leases=0,
+            num_pulls=0,
+            num_early_handoffs=0,
+            num_free_blocks=free,
         )
     for field, value in fields.items():
         setattr(made, field, value)
     return made
 
 
-def ask(num_tokens: int = 17, max_tokens: int = 8, hashes: list[bytes] = CHAIN, *, num_delivered: int = 0) -> PlacementRequest:
+def ask(
+    num_tokens: int = 17, max_tokens: int = 8, hashes: list[bytes] = CHAIN, *, num_delivered: int = 0
+) -> PlacementRequest:
     return PlacementRequest(num_tokens, num_delivered, max_tokens, hashes, NOW)
 
 
@@ -102,9 +121,16 @@ def test_at_least_one_token_is_always_computed() -> None:
 
 
 def choose(
-    prefill: list[ReplicaView], decode: list[ReplicaView], *, disaggregation: Any = "auto", minimum: int = 0, tokens: int = 17
+    prefill: list[ReplicaView],
+    decode: list[ReplicaView],
+    *,
+    disaggregation: Any = "auto",
+    minimum: int = 0,
+    tokens: int = 17,
 ) -> Route | None:
-    return pick(least_loaded, prefill, decode, ask(tokens), disaggregation=disaggregation, min_disaggregated_tokens=minimum)
+    return pick(
+        least_loaded, prefill, decode, ask(tokens), disaggregation=disaggregation, min_disaggregated_tokens=minimum
+    )
 
 
 P, D = Address("p", 1), Address("d", 1)
@@ -133,7 +159,9 @@ P, D = Address("p", 1), Address("d", 1)
         ([replica("p", "prefill")], [replica("d", hashes=set(CHAIN))], {"minimum": 17}, Route(None, D)),
     ],
 )
-def test_pick(prefill: list[ReplicaView], decode: list[ReplicaView], options: dict[str, Any], chosen: Route | None) -> None:
+def test_pick(
+    prefill: list[ReplicaView], decode: list[ReplicaView], options: dict[str, Any], chosen: Route | None
+) -> None:
     assert choose(prefill, decode, **options) == chosen
 
 

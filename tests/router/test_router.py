@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 from protocol.clock import VirtualClock
-from protocol.errors import DeadlineExceeded, Draining, InvalidRequest, Overloaded, ProtocolError, RequestCancelled, RequestFailed
+from protocol.errors import (
+    DeadlineExceeded,
+    Draining,
+    InvalidRequest,
+    Overloaded,
+    ProtocolError,
+    RequestCancelled,
+    RequestFailed,
+)
 from protocol.messages import (
     AbortRequest,
     Address,
@@ -33,7 +41,13 @@ P, D = Address("prefill-0", 5), Address("decode-0", 6)
 
 
 def status(num_free_blocks: int) -> ReplicaStatus:
-    counts: dict[str, Any] = {"num_waiting": 0, "num_running": 0, "num_leases": 0, "num_pulls": 0, "num_early_handoffs": 0}
+    counts: dict[str, Any] = {
+        "num_waiting": 0,
+        "num_running": 0,
+        "num_leases": 0,
+        "num_pulls": 0,
+        "num_early_handoffs": 0,
+    }
     return ReplicaStatus(state="up", seq=1, num_free_blocks=num_free_blocks, **counts)
 
 
@@ -49,19 +63,42 @@ class World:
         self.sent()
 
     def hello(self, address: Address, role: Any, **changes: Any) -> None:
-        fields: dict[str, Any] = {"block_size": 4, "num_blocks": 100, "max_num_seqs": 2, "max_model_len": 64, "max_prompt_tokens": 63}
+        fields: dict[str, Any] = {
+            "block_size": 4,
+            "num_blocks": 100,
+            "max_num_seqs": 2,
+            "max_model_len": 64,
+            "max_prompt_tokens": 63,
+        }
         self.router.replica_started(address)
-        self.say(address, Hello(role=role, layout_fingerprint=b"l", endpoint=b"at " + address.replica_id.encode(), **(fields | changes)))
+        self.say(
+            address,
+            Hello(
+                role=role, layout_fingerprint=b"l", endpoint=b"at " + address.replica_id.encode(), **(fields | changes)
+            ),
+        )
 
     def say(self, sender: Address, message: Any) -> None:
         self.router.handle(Envelope(sender, self.router.address, 0, message))
 
     def submit(self, name: str = "r", **changes: Any) -> None:
-        fields: dict[str, Any] = {"max_tokens": 5, "sampling": SamplingParams(), "prompt_token_ids": np.array([7, 8, 9], np.int32)}
+        fields: dict[str, Any] = {
+            "max_tokens": 5,
+            "sampling": SamplingParams(),
+            "prompt_token_ids": np.array([7, 8, 9], np.int32),
+        }
         self.router.submit(ClientRequest(request_id=name, **(fields | changes)))
 
     def tokens(
-        self, sender: Address, offset: int, token_ids: list[int], end: Any = None, *, attempt: int = 1, slot: int = 0, **more: Any
+        self,
+        sender: Address,
+        offset: int,
+        token_ids: list[int],
+        end: Any = None,
+        *,
+        attempt: int = 1,
+        slot: int = 0,
+        **more: Any,
     ) -> None:
         ends = (End(slot, attempt, *end),) if end else ()
         one = [slot] if token_ids else []
@@ -160,7 +197,12 @@ def test_a_failed_attempt_goes_on_from_what_was_delivered() -> None:
     sent = world.sent()
     assert (P, "superseded") in [(to, m.reason) for to, m in sent if isinstance(m, AbortRequest)]
     retry = next(m for to, m in sent if isinstance(m, GenerateRequest) and to == D)
-    assert (retry.key.attempt, retry.prompt_token_ids.tolist(), retry.offset, retry.max_tokens) == (2, [7, 8, 9, 40, 41], 2, 3)
+    assert (retry.key.attempt, retry.prompt_token_ids.tolist(), retry.offset, retry.max_tokens) == (
+        2,
+        [7, 8, 9, 40, 41],
+        2,
+        3,
+    )
     world.tokens(D, 0, [40, 41, 42], attempt=1)  # late: another key
     world.tokens(D, 2, [42], ("finished", "length"), attempt=2)
     assert world.received() == [40, 41, 42] and world.ended().attempts == 2
@@ -206,7 +248,10 @@ def prompt(num_tokens: int) -> np.ndarray:
 def test_a_prompt_that_no_engine_computes_is_refused_with_the_limit() -> None:
     world = World(prefill=False)
     world.hello(Address("decode-0", 9), "decode", max_prompt_tokens=16)
-    with pytest.raises(InvalidRequest, match="prompt: 17 tokens is not allowed: the longest prompt that an engine computes has 16 tokens"):
+    with pytest.raises(
+        InvalidRequest,
+        match="prompt: 17 tokens is not allowed: the longest prompt that an engine computes has 16 tokens",
+    ):
         world.submit(prompt_token_ids=prompt(17))
     world.submit(prompt_token_ids=prompt(16))
 
@@ -365,10 +410,20 @@ def test_several_requests_are_accepted_together_or_none_is() -> None:
     world = World(max_queue=3)
 
     def several(*changes: dict[str, Any]) -> list[ClientRequest]:
-        fields: dict[str, Any] = {"prompt_token_ids": np.array([7, 8, 9], np.int32), "max_tokens": 5, "sampling": SamplingParams()}
-        return [ClientRequest(**{"request_id": f"r{index}", **fields, **change}) for index, change in enumerate(changes)]
+        fields: dict[str, Any] = {
+            "prompt_token_ids": np.array([7, 8, 9], np.int32),
+            "max_tokens": 5,
+            "sampling": SamplingParams(),
+        }
+        return [
+            ClientRequest(**{"request_id": f"r{index}", **fields, **change}) for index, change in enumerate(changes)
+        ]
 
-    for wrong, error in (([{}] * 14, Overloaded), ([{}, {"max_tokens": 0}], InvalidRequest), ([{}, {"deadline_s": 0.0}], DeadlineExceeded)):
+    for wrong, error in (
+        ([{}] * 14, Overloaded),
+        ([{}, {"max_tokens": 0}], InvalidRequest),
+        ([{}, {"deadline_s": 0.0}], DeadlineExceeded),
+    ):
         with pytest.raises(error):
             world.router.submit(*several(*wrong))
         assert world.sent() == [] and world.router.num_open == 0 and world.router.counters["accepted"] == 0
@@ -403,7 +458,11 @@ def test_drain_ends_what_is_open_at_the_deadline() -> None:
 def test_without_an_engine_requests_are_refused_and_without_prefill_decode_serves_alone() -> None:
     router = Router(RouterConfig(), address=Address("router", 3), clock=VirtualClock(), seed=1)
     with pytest.raises(RequestFailed, match="no decode engine"):
-        router.submit(ClientRequest(request_id="r", prompt_token_ids=np.array([1], np.int32), max_tokens=1, sampling=SamplingParams()))
+        router.submit(
+            ClientRequest(
+                request_id="r", prompt_token_ids=np.array([1], np.int32), max_tokens=1, sampling=SamplingParams()
+            )
+        )
     world = World(prefill=False)
     world.submit()
     assert [(to, m.role, m.peer) for to, m in world.sent(GenerateRequest)] == [(D, "alone", None)]

@@ -29,7 +29,11 @@ LIBRARY, TOKENIZER = BOTH[0]
 ID_OF: dict[str, int] = LIBRARY.get_vocab()
 VOCAB_SIZE, BYTE_0 = len(ID_OF), ID_OF["<0x00>"]
 
-texts = st.text(alphabet=st.characters(codec="utf-8"), max_size=40) | st.text(alphabet="ab ▁ö日", max_size=40) | st.sampled_from(SAMPLES)
+texts = (
+    st.text(alphabet=st.characters(codec="utf-8"), max_size=40)
+    | st.text(alphabet="ab ▁ö日", max_size=40)
+    | st.sampled_from(SAMPLES)
+)
 
 
 def pieces_of(token_ids: list[int], cuts: list[int], stop: tuple[str, ...] = ()) -> list[str]:

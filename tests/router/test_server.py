@@ -56,7 +56,9 @@ async def call_raw(address: str, data: bytes, method: str = "Generate") -> tuple
 def test_answer_streams_in_pieces_and_ends_with_usage_and_timing() -> None:
     async def test(s: Serving) -> None:
         async with AsyncClient(s.address) as client:
-            stream = client.generate(prompt_token_ids=[1, 2], max_tokens=7, ignore_eos=True, seed=5, stop_token_ids=[9], priority=-1)
+            stream = client.generate(
+                prompt_token_ids=[1, 2], max_tokens=7, ignore_eos=True, seed=5, stop_token_ids=[9], priority=-1
+            )
             request = await s.next_submit()
             s.core.tokens(request.request_id, 3)
             s.door.pump()
@@ -68,13 +70,32 @@ def test_answer_streams_in_pieces_and_ends_with_usage_and_timing() -> None:
             last = await anext(stream)
             with pytest.raises(StopAsyncIteration):
                 await anext(stream)
-        assert (request.max_tokens, request.sampling.ignore_eos, request.sampling.seed, request.priority) == (7, True, 5, -1)
-        assert (request.sampling.stop_token_ids, request.deadline_s, request.prompt_token_ids.tolist()) == ((9,), None, [1, 2])
-        assert (first.text, first.token_ids, first.prompt_tokens, first.request_id) == ("<3> ", [3], 2, request.request_id)
+        assert (request.max_tokens, request.sampling.ignore_eos, request.sampling.seed, request.priority) == (
+            7,
+            True,
+            5,
+            -1,
+        )
+        assert (request.sampling.stop_token_ids, request.deadline_s, request.prompt_token_ids.tolist()) == (
+            (9,),
+            None,
+            [1, 2],
+        )
+        assert (first.text, first.token_ids, first.prompt_tokens, first.request_id) == (
+            "<3> ",
+            [3],
+            2,
+            request.request_id,
+        )
         assert first.finish_reason is None
         assert first.usage is None
         assert first.timing is None
-        assert (last.text, last.token_ids, last.finish_reason, last.prompt_tokens) == ("<4> <5> ", [4, 5], "length", None)
+        assert (last.text, last.token_ids, last.finish_reason, last.prompt_tokens) == (
+            "<4> <5> ",
+            [4, 5],
+            "length",
+            None,
+        )
         assert last.usage == twopass.Usage(prompt_tokens=2, cached_tokens=1, completion_tokens=3)
         assert last.timing is not None
         assert set(last.timing.stages) == {"tokenize", "queue", "decode", "deliver"}
@@ -205,11 +226,19 @@ def test_errors_carry_the_details_that_other_clients_know() -> None:
         async with grpc.aio.insecure_channel(address) as channel:
             call = channel.unary_stream(f"/{SERVICE}/Generate")(request.SerializeToString())
             code, text = await call.code(), await call.details()
-            return code, text, status_pb2.Status.FromString(dict(await call.trailing_metadata())["grpc-status-details-bin"])
+            return (
+                code,
+                text,
+                status_pb2.Status.FromString(dict(await call.trailing_metadata())["grpc-status-details-bin"]),
+            )
 
     async def test(s: Serving) -> None:
         code, text, status = await details(s.address, pb.GenerateRequest(text="<1>"))
-        assert (status.code, status.message) == (code.value[0], text) == (grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], str(status.message))
+        assert (
+            (status.code, status.message)
+            == (code.value[0], text)
+            == (grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], str(status.message))
+        )
         retry = error_details_pb2.RetryInfo()
         assert status.details[0].Unpack(retry)
         assert retry.retry_delay.ToTimedelta().total_seconds() == 2.5
@@ -223,10 +252,14 @@ def test_errors_carry_the_details_that_other_clients_know() -> None:
 
 
 def test_five_thousand_bad_requests_leave_no_trace() -> None:
-    """Each is INVALID_ARGUMENT with the name of a field; none reaches the core, none hangs; then a good one is served."""
+    """Each is INVALID_ARGUMENT with the name of a field; none reaches the core, none hangs; then a good one is
+    served.
+    """
     messages: list[bytes] = []
 
-    @settings(max_examples=5000, database=None, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @settings(
+        max_examples=5000, database=None, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+    )
     @given(bad_data)
     def collect(data: bytes) -> None:
         messages.append(data)
@@ -242,7 +275,10 @@ def test_five_thousand_bad_requests_leave_no_trace() -> None:
             async def send(data: bytes) -> None:
                 call = generate(data)
                 code, metadata = await call.code(), dict(await call.trailing_metadata())
-                assert (code, bool(metadata["invalid-field"])) == (grpc.StatusCode.INVALID_ARGUMENT, True), (data, await call.details())
+                assert (code, bool(metadata["invalid-field"])) == (grpc.StatusCode.INVALID_ARGUMENT, True), (
+                    data,
+                    await call.details(),
+                )
 
             for start in range(0, len(messages), 50):
                 await asyncio.gather(*map(send, messages[start : start + 50]))
@@ -257,7 +293,9 @@ def test_five_thousand_bad_requests_leave_no_trace() -> None:
 def test_several_answers_share_one_stream() -> None:
     async def test(s: Serving) -> None:
         async with AsyncClient(s.address) as client:
-            stream = client.generate(prompt_token_ids=[1, 2], n=3, temperature=1.0, seed=7, stop="<9>", request_id="mine", logprobs=1)
+            stream = client.generate(
+                prompt_token_ids=[1, 2], n=3, temperature=1.0, seed=7, stop="<9>", request_id="mine", logprobs=1
+            )
             requests = [await s.next_submit() for _ in range(3)]
             ids = [request.request_id for request in requests]
             assert [request.sampling.seed for request in requests] == [7, 8, 9]
@@ -278,7 +316,10 @@ def test_several_answers_share_one_stream() -> None:
             s.core.end(ids[2], "stop")
             s.door.pump()
             rest = [chunk async for chunk in stream]
-        assert [(chunk.index, chunk.token_ids, chunk.finish_reason) for chunk in rest] == [(0, [6], "length"), (2, [7, 7], "stop")]
+        assert [(chunk.index, chunk.token_ids, chunk.finish_reason) for chunk in rest] == [
+            (0, [6], "length"),
+            (2, [7, 7], "stop"),
+        ]
         assert [chunk.request_id for chunk in rest] == [None, None]
         assert rest[0].usage is None
         assert rest[1].usage == twopass.Usage(prompt_tokens=2, cached_tokens=1, completion_tokens=5)
@@ -292,7 +333,10 @@ def test_several_answers_share_one_stream() -> None:
             for _ in range(2):
                 echo(s.core, await s.next_submit())
             s.door.pump()
-            assert [(answer.index, answer.token_ids, answer.text) for answer in await task] == [(0, [1], "<1> "), (1, [1], "<1> ")]
+            assert [(answer.index, answer.token_ids, answer.text) for answer in await task] == [
+                (0, [1], "<1> "),
+                (1, [1], "<1> "),
+            ]
             with pytest.raises(twopass.InvalidRequest, match="generate_texts"):
                 await client.generate_text("<1>", n=2, temperature=1.0)
 
@@ -372,10 +416,26 @@ def test_server_info_and_loads() -> None:
             loads = await client.loads()
         assert (loads.num_open, loads.num_queued) == (0, 5)
         first, second = loads.replicas
-        assert (first.replica_id, first.epoch, first.role, first.state, first.in_flight) == ("decode-0", 7, "decode", "up", 3)
+        assert (first.replica_id, first.epoch, first.role, first.state, first.in_flight) == (
+            "decode-0",
+            7,
+            "decode",
+            "up",
+            3,
+        )
         assert (first.num_blocks, first.block_size, first.max_num_seqs) == (100, 16, 8)
-        assert (first.num_waiting, first.num_running, first.num_free_blocks, first.num_leases, first.num_pulls) == (1, 2, 60, 0, 4)
-        assert (first.transport, first.counters, first.last_trays) == ("shared_memory", {"steps": 9.0}, [{"a": 5, "b": 1}])
+        assert (first.num_waiting, first.num_running, first.num_free_blocks, first.num_leases, first.num_pulls) == (
+            1,
+            2,
+            60,
+            0,
+            4,
+        )
+        assert (first.transport, first.counters, first.last_trays) == (
+            "shared_memory",
+            {"steps": 9.0},
+            [{"a": 5, "b": 1}],
+        )
         assert first.age_s >= 2.0
         assert (second.state, second.num_waiting, second.last_trays) == ("suspected", None, [])
 
@@ -570,7 +630,9 @@ def test_a_stop_string_in_the_last_tokens_needs_no_stop_of_the_core() -> None:
             await s.next_submit()
             assert s.core.calls.empty()
             held = await client.generate_text(prompt_token_ids=[1], stop="<7> <8>")
-            assert (held.text, held.finish_reason) == ("<5> <6> <7> ", "length"), "what was held back comes out at the end"
+            assert (held.text, held.finish_reason) == ("<5> <6> <7> ", "length"), (
+                "what was held back comes out at the end"
+            )
 
     scenario(test, ScriptedCore(on_submit))
 

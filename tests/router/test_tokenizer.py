@@ -37,7 +37,11 @@ def test_ids_agree_with_the_library(tmp_path: Path) -> None:
     ours = load_tokenizer(tmp_path, 0)
     added = set(library.get_added_tokens_decoder())
 
-    @given(st.lists(st.integers(0, library.get_vocab_size() - 1).filter(lambda token_id: token_id not in added), max_size=20))
+    @given(
+        st.lists(
+            st.integers(0, library.get_vocab_size() - 1).filter(lambda token_id: token_id not in added), max_size=20
+        )
+    )
     def agrees(ids: list[int]) -> None:
         assert ours.decode(np.array(ids, dtype=np.int32)) == library.decode(ids)
 
@@ -96,7 +100,13 @@ def test_damaged_model_directories(tmp_path: Path) -> None:
         load_tokenizer(tmp_path, 0)
     write_model_dir(tmp_path)
     source = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
-    for damage in ("{", "{}", "[]", json.dumps({**source, "decoder": {"type": "Metaspace"}}), json.dumps({**source, "decoder": None})):
+    for damage in (
+        "{",
+        "{}",
+        "[]",
+        json.dumps({**source, "decoder": {"type": "Metaspace"}}),
+        json.dumps({**source, "decoder": None}),
+    ):
         (tmp_path / "tokenizer.json").write_text(damage, encoding="utf-8")
         with pytest.raises(ModelError, match=r"tokenizer\.json"):
             TextTokenizer(tmp_path)
@@ -110,7 +120,9 @@ def test_numbers_where_there_is_no_tokenizer(tmp_path: Path) -> None:
         assert tokenizer.decode(ids) == "<17> <0> <3> "
         assert tokenizer.encode("<17> <0> <3> ").tolist() == tokenizer.encode(" <17><0>\n<3>").tolist() == [17, 0, 3]
         assert tokenizer.encode("").tolist() == []
-        assert chat_ids(tokenizer, [{"role": "user", "content": "<1>"}, {"role": "user", "content": "<2>"}]).tolist() == [1, 2]
+        assert chat_ids(
+            tokenizer, [{"role": "user", "content": "<1>"}, {"role": "user", "content": "<2>"}]
+        ).tolist() == [1, 2]
         for text in ("hello", "<1", "<1> x", "<-1>", "<12345678901>"):
             with pytest.raises(InvalidRequest):
                 tokenizer.encode(text)

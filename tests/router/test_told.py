@@ -1,4 +1,6 @@
-"""However a call ends, counters and trace say what its client was told. Over a real socket; the core ends as the test says."""
+"""However a call ends, counters and trace say what its client was told. Over a real socket; the core ends as the test
+says.
+"""
 
 import asyncio
 import threading
@@ -52,7 +54,9 @@ async def too_much_at_once_to_keep(s: Serving, client: AsyncClient) -> Told:
 
 
 async def only_piece_too_large_for_the_connection(s: Serving, client: AsyncClient) -> Told:
-    """Its client does not read. Mostly the windows are too small for it, and the server gives up; with luck it is written after all."""
+    """Its client does not read. Mostly the windows are too small for it, and the server gives up; with luck it is
+    written after all.
+    """
     stream = client.generate(prompt_token_ids=[1])
     request = await s.next_submit()
     s.core.tokens(request.request_id, *[5] * 1_000_000)
@@ -143,7 +147,9 @@ def test_counters_and_trace_say_what_the_client_was_told(
             while s.door.num_open:  # who cancels does not wait for the router
                 await asyncio.sleep(0)
         totals = s.door.totals
-        assert {reason: count for reason, count in totals.ends.items() if count} == {word: told.count(word) for word in told}
+        assert {reason: count for reason, count in totals.ends.items() if count} == {
+            word: told.count(word) for word in told
+        }
         num_finished = sum(word in ("stop", "length") for word in told)
         assert sum(totals.paths.values()) == sum(totals.total.now.counts) == num_finished
         assert set(totals.refusals.values()) == {0}

@@ -32,7 +32,15 @@ from twopass import AsyncClient, InvalidRequest, Unavailable
 
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE}-{CALLER}-01"
-STAGES = {"router_queue": 0.5, "prefill_queue": 0.25, "prefill": 1.0, "transfer": 0.125, "first_step": 0.25, "decode": 2.0, "messages": 0.5}
+STAGES = {
+    "router_queue": 0.5,
+    "prefill_queue": 0.25,
+    "prefill": 1.0,
+    "transfer": 0.125,
+    "first_step": 0.25,
+    "decode": 2.0,
+    "messages": 0.5,
+}
 
 
 class Recorded:
@@ -46,7 +54,9 @@ class Recorded:
     def codes(self) -> list[object]:
         """Statuses of all calls, in the order they ended."""
         spans = self._exporter.get_finished_spans()
-        return [span.attributes["rpc.response.status_code"] for span in spans if span.attributes and span.name == "generate"]
+        return [
+            span.attributes["rpc.response.status_code"] for span in spans if span.attributes and span.name == "generate"
+        ]
 
     @property
     def spans(self) -> dict[str, ReadableSpan]:
@@ -79,8 +89,15 @@ def test_a_call_has_a_span_for_each_part_under_the_callers_own() -> None:
     call = spans.pop("generate")
     assert call.parent is not None and f"{call.parent.span_id:016x}" == CALLER
     assert all(span.parent is not None and span.parent.span_id == call.context.span_id for span in spans.values())
-    assert {name: seconds(span) for name, span in spans.items()} == {"queue": 0.75, "prefill": 1.0, "transfer": 0.125, "decode": 2.25}
-    assert [a.end_time for a in spans.values()][:-1] == [b.start_time for b in spans.values()][1:], "one after the other"
+    assert {name: seconds(span) for name, span in spans.items()} == {
+        "queue": 0.75,
+        "prefill": 1.0,
+        "transfer": 0.125,
+        "decode": 2.25,
+    }
+    assert [a.end_time for a in spans.values()][:-1] == [b.start_time for b in spans.values()][1:], (
+        "one after the other"
+    )
     assert call.attributes is not None and call.attributes["rpc.response.status_code"] == "OK"
     assert call.attributes["twopass.0.messages_s"] == 0.5
 
@@ -123,7 +140,15 @@ def test_a_caller_that_is_not_sampled_is_not_recorded_but_its_context_travels() 
 
 
 @pytest.mark.parametrize(
-    "text", ["", "00", f"ff-{TRACE}-{CALLER}-01", f"00-{'0' * 32}-{CALLER}-01", f"00-{TRACE}-{'0' * 16}-01", TRACEPARENT.upper()]
+    "text",
+    [
+        "",
+        "00",
+        f"ff-{TRACE}-{CALLER}-01",
+        f"00-{'0' * 32}-{CALLER}-01",
+        f"00-{TRACE}-{'0' * 16}-01",
+        TRACEPARENT.upper(),
+    ],
 )
 def test_a_context_that_is_none_begins_a_new_trace(text: str) -> None:
     assert valid_traceparent(text) == Untraced().begin(text).traceparent == ""
@@ -143,17 +168,29 @@ def test_without_an_endpoint_the_callers_context_reaches_both_engines() -> None:
 
 def test_the_router_hands_the_context_to_both_engines() -> None:
     router = Router(RouterConfig(), address=Address("router", 1), clock=VirtualClock(), seed=1)
-    fields = {"layout_fingerprint": b"", "block_size": 16, "num_blocks": 99, "max_num_seqs": 8, "max_model_len": 512, "endpoint": b""}
+    fields = {
+        "layout_fingerprint": b"",
+        "block_size": 16,
+        "num_blocks": 99,
+        "max_num_seqs": 8,
+        "max_model_len": 512,
+        "endpoint": b"",
+    }
     fields["max_prompt_tokens"] = 511
     for epoch, role in enumerate(("prefill", "decode"), 2):
         address = Address(f"{role}-0", epoch)
         router.replica_started(address)
         router.handle(Envelope(address, router.address, 0, Hello(role=role, **fields)))  # type: ignore[arg-type]
     prompt = np.arange(40, dtype=np.int32)
-    request = ClientRequest(request_id="a", prompt_token_ids=prompt, max_tokens=4, sampling=SamplingParams(), traceparent=TRACEPARENT)
+    request = ClientRequest(
+        request_id="a", prompt_token_ids=prompt, max_tokens=4, sampling=SamplingParams(), traceparent=TRACEPARENT
+    )
     router.submit(request)
     sent = [message for _, message in router.outbox if isinstance(message, GenerateRequest)]
-    assert [(message.role, message.traceparent) for message in sent] == [("decode", TRACEPARENT), ("prefill", TRACEPARENT)]
+    assert [(message.role, message.traceparent) for message in sent] == [
+        ("decode", TRACEPARENT),
+        ("prefill", TRACEPARENT),
+    ]
 
 
 @contextmanager
@@ -196,7 +233,9 @@ def test_spans_arrive_at_a_collector(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with pytest.raises(ConfigError, match=r"router\.otlp_endpoint: http://x needs packages that are missing .*twopass\[tracing\]"):
+    with pytest.raises(
+        ConfigError, match=r"router\.otlp_endpoint: http://x needs packages that are missing .*twopass\[tracing\]"
+    ):
         export_to("http://x")
 
 
@@ -220,5 +259,7 @@ def test_the_router_process_exports_what_it_served(monkeypatch: pytest.MonkeyPat
 
 def test_nothing_is_imported_without_an_endpoint() -> None:
     code = "import sys, router.actor; print(*(name for name in sys.modules if name.startswith('opentelemetry')))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == ""

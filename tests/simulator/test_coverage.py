@@ -1,4 +1,6 @@
-"""Do the drawn faults reach every state? Counted over seeds: rows of both tables that were taken, and where cancels and deadlines hit."""
+"""Do the drawn faults reach every state? Counted over seeds: rows of both tables that were taken, and where cancels and
+deadlines hit.
+"""
 
 import logging
 from collections import Counter
@@ -57,7 +59,9 @@ def counted() -> Counted:
 
         return count
 
-    def closing(self: Router, entry: ActiveRequest, finish_reason: FinishReason | None, error: RequestError | None) -> None:
+    def closing(
+        self: Router, entry: ActiveRequest, finish_reason: FinishReason | None, error: RequestError | None
+    ) -> None:
         counted.router["queued" if entry.key is None else "active", type(error).__name__] += 1
         close(self, entry, finish_reason, error)
 
@@ -91,9 +95,16 @@ def test_cancels_and_deadlines_hit_in_every_state_of_the_router(counted: Counted
 
 
 def test_cancels_and_deadlines_hit_in_every_state_of_an_engine(counted: Counted) -> None:
-    """DRAINING ignores both; EARLY and GONE know no request; LEASED and REVOKING have no deadline of their own: the router's ends it."""
+    """DRAINING ignores both; EARLY and GONE know no request; LEASED and REVOKING have no deadline of their own: the
+    router's ends it.
+    """
     aborts = [state for state in InPrefill if state is not InPrefill.GONE]
     deadlines = (InPrefill.WAITING, InPrefill.RUNNING)
-    assert lacking(counted.prefill, [*((state, P.ABORT) for state in aborts), *((state, P.DEADLINE) for state in deadlines)]) == []
+    assert (
+        lacking(
+            counted.prefill, [*((state, P.ABORT) for state in aborts), *((state, P.DEADLINE) for state in deadlines)]
+        )
+        == []
+    )
     open_states = (InDecode.WAITING, InDecode.RESERVED, InDecode.RUNNING)
     assert lacking(counted.decode, [(state, event) for state in open_states for event in (D.ABORT, D.DEADLINE)]) == []

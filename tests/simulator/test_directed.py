@@ -1,4 +1,6 @@
-"""Scenarios with one purpose each: the two deadlock cycles, processes that come and go, clients that stop reading, bytes that change."""
+"""Scenarios with one purpose each: the two deadlock cycles, processes that come and go, clients that stop reading,
+bytes that change.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,7 +34,10 @@ def clients(count: int, num_prompt: int, num_tokens: int) -> list[Client]:
     for index in range(count):
         prompt = [1000 * (index + 1) + position for position in range(num_prompt)]
         request = ClientRequest(
-            request_id=f"r{index}", prompt_token_ids=np.array(prompt, np.int32), max_tokens=num_tokens, sampling=SamplingParams()
+            request_id=f"r{index}",
+            prompt_token_ids=np.array(prompt, np.int32),
+            max_tokens=num_tokens,
+            sampling=SamplingParams(),
         )
         made.append(Client(request, expected_tokens(prompt, num_tokens), submit_at=2.5))
     return made
@@ -51,14 +56,21 @@ def scenario(
 ) -> Scenario:
     """One engine of each pool, quick and even. `prefill`, `decode`: knobs of theirs."""
     engine = EngineConfig(
-        max_num_batched_tokens=16, max_num_seqs=8, max_model_len=96, block_size=BLOCK_SIZE, num_blocks=prefill_blocks + 1, thrash_limit=0
+        max_num_batched_tokens=16,
+        max_num_seqs=8,
+        max_model_len=96,
+        block_size=BLOCK_SIZE,
+        num_blocks=prefill_blocks + 1,
+        thrash_limit=0,
     )
     return Scenario(
         seed=1,
         num_prefill=num_prefill,
         num_decode=1,
         prefill=replace(engine, prompt_reservation="hold", **(prefill or {})),
-        decode=replace(engine, num_blocks=decode_blocks + 1, max_num_seqs=max_num_seqs, preemption=preemption, **(decode or {})),
+        decode=replace(
+            engine, num_blocks=decode_blocks + 1, max_num_seqs=max_num_seqs, preemption=preemption, **(decode or {})
+        ),
         router=RouterConfig(max_attempts=1),
         clients=load,
         faults=NO_FAULTS,
@@ -81,7 +93,9 @@ def play(simulation: Simulation, seen: Callable[[Simulation], bool]) -> int:
 
 
 def all_right(simulation: Simulation) -> bool:
-    return all(client.received == client.expected and client.ended is not None for client in simulation.clients.values())
+    return all(
+        client.received == client.expected and client.ended is not None for client in simulation.clients.values()
+    )
 
 
 # ---- the two cycles
@@ -89,7 +103,9 @@ def all_right(simulation: Simulation) -> bool:
 
 def cycle_behind_the_head() -> Simulation:
     """Four answers outgrow the decode engine: evicted ones come to head the line while others arrive behind them."""
-    return Simulation(scenario(clients(8, num_prompt=8, num_tokens=30), prefill_blocks=24, decode_blocks=16, max_num_seqs=2))
+    return Simulation(
+        scenario(clients(8, num_prompt=8, num_tokens=30), prefill_blocks=24, decode_blocks=16, max_num_seqs=2)
+    )
 
 
 def head_wants_what_arrived_ones_hold(simulation: Simulation) -> bool:
@@ -110,7 +126,8 @@ def test_arrived_sequences_pass_a_head_that_needs_their_blocks() -> None:
 
 def test_if_they_queued_behind_it_nothing_would_move(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "engine.scheduler.scheduler.seat_arrived", lambda state, budget: [] if len(state.line) else seat_arrived(state, budget)
+        "engine.scheduler.scheduler.seat_arrived",
+        lambda state, budget: [] if len(state.line) else seat_arrived(state, budget),
     )
     with pytest.raises(Violation, match="I9"):
         cycle_behind_the_head().run()
@@ -119,7 +136,11 @@ def test_if_they_queued_behind_it_nothing_would_move(monkeypatch: pytest.MonkeyP
 def prefill_is_full_of_leases(simulation: Simulation) -> bool:
     """Requests wait at prefill, whose blocks belong to leases of prompts that decode has no room for."""
     prefill, decode = simulation.replicas["prefill-0"], simulation.replicas["decode-0"]
-    full = prefill.scheduler.num_waiting > 0 and prefill.scheduler.num_running == 0 and prefill.scheduler.num_free_blocks < 2
+    full = (
+        prefill.scheduler.num_waiting > 0
+        and prefill.scheduler.num_running == 0
+        and prefill.scheduler.num_free_blocks < 2
+    )
     return full and decode.scheduler.num_waiting > 0 and simulation.router.counters["returned"] > 0
 
 
@@ -147,7 +168,9 @@ def test_prefills_length_limit_ends_no_answer() -> None:
 
 
 def test_what_has_outgrown_prefill_is_not_returned_to_it() -> None:
-    """Eight answers of 30 in a pool for five: those that prefill's 24 tokens can no longer hold are computed again at decode."""
+    """Eight answers of 30 in a pool for five: those that prefill's 24 tokens can no longer hold are computed again at
+    decode.
+    """
     load = clients(8, num_prompt=8, num_tokens=30)
     planned = scenario(load, prefill_blocks=40, decode_blocks=40, preemption="remote", prefill={"max_model_len": 24})
     simulation = Simulation(planned)
@@ -161,7 +184,9 @@ def test_what_has_outgrown_prefill_is_not_returned_to_it() -> None:
 def test_without_chunks_a_long_prompt_goes_where_it_is_computed() -> None:
     """Prefill takes 16 tokens in one step or none; an answer that was returned and is longer by now is cut there."""
     load = [*clients(4, num_prompt=12, num_tokens=30), *clients(6, num_prompt=17, num_tokens=30)[4:]]
-    planned = scenario(load, prefill_blocks=40, decode_blocks=26, preemption="remote", prefill={"enable_chunked_prefill": False})
+    planned = scenario(
+        load, prefill_blocks=40, decode_blocks=26, preemption="remote", prefill={"enable_chunked_prefill": False}
+    )
     simulation = Simulation(planned)
     simulation.run()
     assert all_right(simulation)
@@ -257,7 +282,8 @@ def runs(faults: Faults, num_seeds: int, num_each: int) -> list[Simulation]:
     """Played, with `num_each` engines in each pool at the start."""
     seeds = range(1, num_seeds + 1)
     made = [
-        Simulation(drawn(seed, num_prefill=num_each, num_decode=num_each, num_requests=30, faults=faults), logged=True) for seed in seeds
+        Simulation(drawn(seed, num_prefill=num_each, num_decode=num_each, num_requests=30, faults=faults), logged=True)
+        for seed in seeds
     ]
     for simulation in made:
         simulation.run()
@@ -279,7 +305,11 @@ def test_drains_and_scaling_lose_nothing() -> None:
 
 def test_a_pool_grows_and_shrinks() -> None:
     simulations = runs(Faults(scale_ups=2, scale_downs=1), 20, 1)
-    sizes = {(name.partition("-")[0], len([n for n in s.replicas if n.startswith(name[:6])])) for s in simulations for name in s.replicas}
+    sizes = {
+        (name.partition("-")[0], len([n for n in s.replicas if n.startswith(name[:6])]))
+        for s in simulations
+        for name in s.replicas
+    }
     assert {("decode", 2), ("prefill", 2)} <= sizes
     grown = [s for s in simulations if {"decode-0", "decode-1"} <= set(s.replicas)]
     assert any(s.replicas["decode-1"].service.counters["requests"] for s in grown)
@@ -293,10 +323,16 @@ def test_a_client_that_stops_reading_harms_only_itself() -> None:
     load = clients(6, num_prompt=8, num_tokens=30)
     load[2].stops_after, load[4].stops_after = 5, 28
     planned = scenario(load, prefill_blocks=60, decode_blocks=60)
-    simulation = Simulation(replace(planned, router=RouterConfig(max_buffered_tokens=8, write_timeout_s=0.2)), logged=True)
+    simulation = Simulation(
+        replace(planned, router=RouterConfig(max_buffered_tokens=8, write_timeout_s=0.2)), logged=True
+    )
     simulation.run()
     stuck, late = load[2], load[4]
-    assert stuck.ended is not None and isinstance(stuck.ended.error, RequestCancelled) and "too slowly" in str(stuck.ended.error)
+    assert (
+        stuck.ended is not None
+        and isinstance(stuck.ended.error, RequestCancelled)
+        and "too slowly" in str(stuck.ended.error)
+    )
     assert stuck.received == stuck.expected[: len(stuck.received)] and 13 < len(stuck.received) <= 15
     assert late.ended is not None and late.ended.error is None  # its last tokens fit into the buffer
     assert all(client.received == client.expected for client in load if client is not stuck)
@@ -325,7 +361,9 @@ def test_changed_bytes_fail_the_attempt_and_never_the_answer() -> None:
         simulation.run()
         num_flipped += sum("is flipped" in line for line in simulation.log)
         num_mismatches += sum(int(r.service.counters.get("checksum_failures", 0)) for r in simulation.replicas.values())
-        assert all(client.received == client.expected for client in simulation.clients.values() if client.refused is None)
+        assert all(
+            client.received == client.expected for client in simulation.clients.values() if client.refused is None
+        )
     assert 50 < num_mismatches <= num_flipped  # of one pull two bits may be flipped
 
 
@@ -341,7 +379,9 @@ def test_strict_refuses_rather_than_falls_back() -> None:
     num_refused = 0
     for seed in range(1, 11):
         planned = drawn(seed, faults=replace(ALL_FAULTS, kills=4))
-        simulation = Simulation(replace(planned, router=replace(planned.router, disaggregation="strict", min_disaggregated_tokens=0)))
+        simulation = Simulation(
+            replace(planned, router=replace(planned.router, disaggregation="strict", min_disaggregated_tokens=0))
+        )
         simulation.run()
         num_refused += sum("strict" in str(client.refused) for client in simulation.clients.values())
         assert simulation.router.counters["alone"] == 0

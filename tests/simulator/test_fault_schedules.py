@@ -49,7 +49,9 @@ def test_the_same_seed_is_the_same_run_in_every_process() -> None:
     """Whatever order the hashes of strings give to sets."""
     command = [sys.executable, "-m", "twopass", "simulate", "--seed", "13", "--replay"]
     logs = [
-        subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, check=True).stdout
+        subprocess.run(
+            command, cwd=ROOT, env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, check=True
+        ).stdout
         for seed in ("1", "2")
     ]
     assert logs[0] == logs[1]
@@ -62,7 +64,9 @@ def test_a_violation_reaches_the_parent_of_the_process_that_found_it() -> None:
     assert (copy.seed, str(copy)) == (5, str(violation)) == (5, "seed 5, 1.5000 s: I1: something")
 
 
-def test_the_command_ends_with_one_and_names_the_seed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_ends_with_one_and_names_the_seed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(PrefillService, "_on_release", lambda self, envelope: None)  # a bug that seed 8 finds
     monkeypatch.setattr(sys, "argv", ["simulator", "--first-seed", "8", "--seeds", "1", "--processes", "1"])
     with pytest.raises(SystemExit) as ended:
@@ -80,6 +84,8 @@ def test_without_faults_every_request_finishes_and_no_timer_fires(pools: tuple[i
         simulation = Simulation(drawn(seed, num_prefill=pools[0], num_decode=pools[1], faults=NO_FAULTS))
         simulation.run()  # checks the timers itself
         assert simulation.num_faults == 0
-        assert all(client.received == client.expected for client in simulation.clients.values() if client.refused is None)
+        assert all(
+            client.received == client.expected for client in simulation.clients.values() if client.refused is None
+        )
         share = simulation.router.counters["disaggregated"] / simulation.router.counters["accepted"]
         assert (share >= 1.0) == (pools[0] > 0 and simulation.scenario.router.disaggregation != "off")

@@ -45,7 +45,13 @@ def release_ignored(patch: pytest.MonkeyPatch) -> None:
 
 def router_does_not_deduplicate(patch: pytest.MonkeyPatch) -> None:
     def deliver(
-        self: Router, entry: ActiveRequest, sender: Address, offset: int, token_ids: list[int], now: float, delivered: Delivered
+        self: Router,
+        entry: ActiveRequest,
+        sender: Address,
+        offset: int,
+        token_ids: list[int],
+        now: float,
+        delivered: Delivered,
     ) -> None:
         original(self, entry, sender, offset, token_ids[:0], now, delivered)
         entry.delivered.extend(token_ids)
@@ -74,7 +80,9 @@ def hashes_visible_before_verification(patch: pytest.MonkeyPatch) -> None:
 
 
 def release_sent_twice(patch: pytest.MonkeyPatch) -> None:
-    def refuse(self: DecodeService, peer: Address, key: Any, lease_id: int, reason: str, *, router_knows: bool = True) -> None:
+    def refuse(
+        self: DecodeService, peer: Address, key: Any, lease_id: int, reason: str, *, router_knows: bool = True
+    ) -> None:
         self.outbox.append((peer, KVRelease(key=key, lease_id=lease_id, outcome="consumed")))
         self.outbox.append((peer, KVRelease(key=key, lease_id=lease_id, outcome="refused", reason=reason)))
 
@@ -123,7 +131,9 @@ def deadline_only_checked_when_busy(patch: pytest.MonkeyPatch) -> None:
 def retry_after_the_terminal_event(patch: pytest.MonkeyPatch) -> None:
     original = Router._close
 
-    def close(self: Router, entry: ActiveRequest, finish_reason: FinishReason | None, error: RequestError | None) -> None:
+    def close(
+        self: Router, entry: ActiveRequest, finish_reason: FinishReason | None, error: RequestError | None
+    ) -> None:
         key = entry.key
         original(self, entry, finish_reason, error)
         if isinstance(error, RequestCancelled) and key is not None:
@@ -151,7 +161,9 @@ def deadline_not_kept_in_the_routers_queue(patch: pytest.MonkeyPatch) -> None:
 
 
 def lease_ended_without_an_answer(patch: pytest.MonkeyPatch) -> None:
-    def revoke(self: PrefillService, entry: Prefill, event: PrefillEvent, reason: str, *, report: EndKind | None) -> None:
+    def revoke(
+        self: PrefillService, entry: Prefill, event: PrefillEvent, reason: str, *, report: EndKind | None
+    ) -> None:
         original(self, entry, event, reason, report=report)
         self._forget(entry, PrefillEvent.REVOKE_TIMER)
 
@@ -183,7 +195,10 @@ def arrived_ones_get_what_prompts_and_drafts_leave(patch: pytest.MonkeyPatch) ->
         num_promised = min(len(state.arrived), state.config.max_num_seqs - len(state.table))
         return admission.seat_arrived(state, budget - num_promised)
 
-    patch.setattr("engine.scheduler.scheduler.step_budget", lambda state, num_promised: placement.step_budget(state, 0) + num_promised)
+    patch.setattr(
+        "engine.scheduler.scheduler.step_budget",
+        lambda state, num_promised: placement.step_budget(state, 0) + num_promised,
+    )
     patch.setattr("engine.scheduler.scheduler.seat_arrived", seat)
 
 
@@ -246,7 +261,9 @@ def strict_falls_back(patch: pytest.MonkeyPatch) -> None:
 
 
 def everything_counts_as_disaggregated(patch: pytest.MonkeyPatch) -> None:
-    def close(self: Router, entry: ActiveRequest, finish_reason: FinishReason | None, error: RequestError | None) -> None:
+    def close(
+        self: Router, entry: ActiveRequest, finish_reason: FinishReason | None, error: RequestError | None
+    ) -> None:
         entry.split = True
         original(self, entry, finish_reason, error)
 

@@ -28,7 +28,9 @@ def run(num_seeds: int, *loads: Faults) -> Counter[str]:
         simulation = Simulation(drawn(seed, num_decode=1 + seed % 2, num_requests=24, faults=faults, tight=True))
         simulation.run()
         for replica in simulation.replicas.values():
-            counted.update({name: int(count) for name, count in replica.service.counters.items() if name.startswith("preempt")})
+            counted.update(
+                {name: int(count) for name, count in replica.service.counters.items() if name.startswith("preempt")}
+            )
     return counted
 
 
@@ -36,7 +38,9 @@ def test_every_mode_and_every_reason_happens() -> None:
     counted = run(30, NO_FAULTS, ALL_FAULTS, FAILING_STEPS)
     print(f"\n{dict(counted)}")
     modes, reasons = ("recompute", "swap", "remote"), ("configured", "host_full", "no_room", "unmeasured", "cheapest")
-    assert sum(counted[f"preemptions_{mode}"] for mode in modes) == sum(counted[f"preemption_reason_{reason}"] for reason in reasons)
+    assert sum(counted[f"preemptions_{mode}"] for mode in modes) == sum(
+        counted[f"preemption_reason_{reason}"] for reason in reasons
+    )
     assert all(counted[f"preemptions_{mode}"] > 20 for mode in modes)
     assert all(counted[f"preemption_reason_{reason}"] > 5 for reason in reasons)
 

@@ -69,7 +69,10 @@ def test_several_answers_and_what_goes_on_there() -> None:
     def test(address: str, s: Serving) -> None:
         with Client(address) as c:
             messages = [{"role": "user", "content": "<5>"}]
-            for answers in (c.generate_texts("<5>", n=2, temperature=1.0, logprobs=0), c.chat_texts(messages, n=2, temperature=1.0)):
+            for answers in (
+                c.generate_texts("<5>", n=2, temperature=1.0, logprobs=0),
+                c.chat_texts(messages, n=2, temperature=1.0),
+            ):
                 assert [(answer.index, answer.token_ids) for answer in answers] == [(0, [5]), (1, [5])]
                 assert [answer.usage for answer in answers] == [twopass.Usage(1, 1, 2)] * 2
             with pytest.raises(twopass.InvalidRequest, match="chat_texts"):
@@ -141,7 +144,10 @@ def test_many_threads_share_a_client() -> None:
         with Client(address) as c:
             answers: dict[int, list[int]] = {}
             threads = [
-                threading.Thread(target=lambda i=i: answers.update({i: c.generate_text(prompt_token_ids=[i]).token_ids})) for i in range(8)
+                threading.Thread(
+                    target=lambda i=i: answers.update({i: c.generate_text(prompt_token_ids=[i]).token_ids})
+                )
+                for i in range(8)
             ]
             for thread in threads:
                 thread.start()
@@ -266,7 +272,19 @@ def test_a_status_ok_without_an_end_is_an_error(messages: list[pb.GenerateRespon
 
 
 def test_the_client_brings_in_nothing_of_the_server() -> None:
-    servers = ["torch", "ray", "numpy", "tokenizers", "jinja2", "pydantic", "yaml", "protocol", "router", "engine", "cluster"]
+    servers = [
+        "torch",
+        "ray",
+        "numpy",
+        "tokenizers",
+        "jinja2",
+        "pydantic",
+        "yaml",
+        "protocol",
+        "router",
+        "engine",
+        "cluster",
+    ]
     program = f"import sys, twopass; print([name for name in {servers} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "[]"

@@ -16,4 +16,6 @@ def test_committed_code_is_what_the_compiler_writes(tmp_path: Path) -> None:
     written = sorted(path.name for path in (tmp_path / "twopass" / "proto").iterdir())
     assert written == ["twopass_pb2.py", "twopass_pb2.pyi", "twopass_pb2_grpc.py"]
     for name in written:
-        assert (tmp_path / "twopass" / "proto" / name).read_text() == (committed / name).read_text(), f"{name}: run {generate.__name__}"
+        assert (tmp_path / "twopass" / "proto" / name).read_text() == (committed / name).read_text(), (
+            f"{name}: run {generate.__name__}"
+        )

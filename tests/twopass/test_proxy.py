@@ -132,7 +132,9 @@ def test_every_kind_of_call_names_the_proxy(proxy: Proxy, monkeypatch: pytest.Mo
     async def ask() -> None:
         async with AsyncClient("192.0.2.1:7", timeout_s=20) as client:
             for call in (client.generate("<3>").read(), client.model_info()):
-                with pytest.raises(Unavailable, match="192.0.2.1:7 is reached through a proxy, http_proxy=http://127.0.0.1:"):
+                with pytest.raises(
+                    Unavailable, match="192.0.2.1:7 is reached through a proxy, http_proxy=http://127.0.0.1:"
+                ):
                     await call
 
     asyncio.run(ask())

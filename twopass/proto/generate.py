@@ -14,7 +14,9 @@ PROTO = "twopass/proto/twopass.proto"
 def generate(root: Path = SOURCE_ROOT) -> None:
     """Generates below `root`, which must exist. Raises CalledProcessError if the compiler refuses the file."""
     outputs = [f"--{kind}={root}" for kind in ("python_out", "pyi_out", "grpc_python_out")]
-    subprocess.run([sys.executable, "-m", "grpc_tools.protoc", f"-I{SOURCE_ROOT}", *outputs, PROTO], check=True, cwd=SOURCE_ROOT)
+    subprocess.run(
+        [sys.executable, "-m", "grpc_tools.protoc", f"-I{SOURCE_ROOT}", *outputs, PROTO], check=True, cwd=SOURCE_ROOT
+    )
 
 
 if __name__ == "__main__":

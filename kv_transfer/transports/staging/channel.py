@@ -5,8 +5,9 @@
     4096     orders [num_buffers]: number of pieces, length of an error, the error's text, pieces int64 [MAX_PIECES, 2]
     ...      buffers [num_buffers, buffer_bytes], each from a page on
 
-Order n uses buffer n modulo num_buffers; both counters only grow, and each has one writer. Order n may be written once n - num_buffers has
-been filled and its bytes taken out; so who orders decides what is overwritten, and stopping to order is all there is to cancelling.
+Order n uses buffer n modulo num_buffers; both counters only grow, and each has one writer. Order n may be written once
+n - num_buffers has been filled and its bytes taken out; so who orders decides what is overwritten, and stopping to
+order is all there is to cancelling.
 """
 
 from collections.abc import Sequence
@@ -59,7 +60,9 @@ class Channel:
 
     def buffer(self, number: int) -> int:
         """Address of the buffer of an order."""
-        return int(self._memory.ctypes.data) + self._first_buffer + number % self.num_buffers * _pages(self.buffer_bytes)
+        return (
+            int(self._memory.ctypes.data) + self._first_buffer + number % self.num_buffers * _pages(self.buffer_bytes)
+        )
 
     def order(self, pieces: Sequence[tuple[int, int]]) -> None:
         """Asks for (offset, bytes) pieces, to lie one behind the other in the next order's buffer."""
@@ -96,7 +99,11 @@ class Channel:
         """Views of number of pieces and error length; error text; pieces."""
         begin = _PAGE + number % self.num_buffers * _ORDER_BYTES
         order = self._memory[begin : begin + _ORDER_BYTES]
-        return order[:16].view(np.uint64), order[16 : 16 + _TEXT_BYTES], order[16 + _TEXT_BYTES :].view(np.int64).reshape(MAX_PIECES, 2)
+        return (
+            order[:16].view(np.uint64),
+            order[16 : 16 + _TEXT_BYTES],
+            order[16 + _TEXT_BYTES :].view(np.int64).reshape(MAX_PIECES, 2),
+        )
 
 
 def _pages(num_bytes: int) -> int:

@@ -1,4 +1,6 @@
-"""The importing side of `host_staged`: orders bytes on a channel and copies filled buffers to the GPU, several of them on their way."""
+"""The importing side of `host_staged`: orders bytes on a channel and copies filled buffers to the GPU, several of them
+on their way.
+"""
 
 import time
 
@@ -49,7 +51,9 @@ class StagingClient:
             raise PullFailed("the bytes that came through the channel are not the nonce that was offered")
 
     def copy(self, pull: Pull) -> str:
-        """Why not all bytes came; empty if they did. Raises PullFailed. Nothing writes into the cache any more afterwards."""
+        """Why not all bytes came; empty if they did. Raises PullFailed. Nothing writes into the cache any more
+        afterwards.
+        """
         parts = cut(pull, self._cache.block_bytes, self._channel.buffer_bytes)
         try:
             return self._exchange(pull, parts)
@@ -57,7 +61,9 @@ class StagingClient:
             self._stream.drain()
 
     def _exchange(self, pull: Pull, parts: list[list[Copy]]) -> str:
-        """Keeps as many buffers ordered as there are. Each goes through: ordered, filled, landing (its copy to our GPU runs), landed."""
+        """Keeps as many buffers ordered as there are. Each goes through: ordered, filled, landing (its copy to our GPU
+        runs), landed.
+        """
         channel, first = self._channel, self._channel.num_ordered
         num_ordered = num_landing = num_landed = 0
         moved_at = time.monotonic()
@@ -83,7 +89,9 @@ class StagingClient:
         return ""
 
     def _order(self, part: list[Copy]) -> int:
-        """The order's number. Waits for the answer to what an earlier pull, or an earlier peer, may have left in its buffer."""
+        """The order's number. Waits for the answer to what an earlier pull, or an earlier peer, may have left in its
+        buffer.
+        """
         number = self._channel.num_ordered
         self._await(number - self._channel.num_buffers)
         self._channel.order([(src, num_bytes) for src, _, num_bytes in part])

@@ -1,6 +1,7 @@
 """A word in shared memory that one process rings and another waits for: Linux's futex, called directly.
 
-So a thread that serves another process sleeps in the kernel until it is asked, without sockets and without looking again and again.
+So a thread that serves another process sleeps in the kernel until it is asked, without sockets and without looking
+again and again.
 """
 
 import ctypes

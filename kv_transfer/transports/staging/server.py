@@ -1,4 +1,6 @@
-"""The exporting side of `host_staged`: a thread for each channel copies what a peer ordered from the GPU into the channel's buffers."""
+"""The exporting side of `host_staged`: a thread for each channel copies what a peer ordered from the GPU into the
+channel's buffers.
+"""
 
 import threading
 from collections import deque
@@ -19,7 +21,10 @@ class StagingServer:
         """Raises PullFailed where the GPU grants no stream."""
         self._closed = threading.Event()
         self._servers = [_ChannelServer(device, pool, channel) for channel in channels]
-        self._threads = [threading.Thread(target=self._serve, args=(server,), name="staging", daemon=True) for server in self._servers]
+        self._threads = [
+            threading.Thread(target=self._serve, args=(server,), name="staging", daemon=True)
+            for server in self._servers
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -68,7 +73,9 @@ class _ChannelServer:
 
     def _start(self, number: int) -> str:
         pieces = self.channel.pieces(number)
-        if any(offset < 0 or num_bytes < 0 or offset + num_bytes > self._pool.num_bytes for offset, num_bytes in pieces):
+        if any(
+            offset < 0 or num_bytes < 0 or offset + num_bytes > self._pool.num_bytes for offset, num_bytes in pieces
+        ):
             return "bytes were ordered that do not lie in the cache"
         if sum(num_bytes for _, num_bytes in pieces) > self.channel.buffer_bytes:
             return f"more was ordered than the {self.channel.buffer_bytes} bytes of a buffer"

@@ -1,7 +1,8 @@
 """Launches at production shapes, for `compile_ahead.py`: name -> call with `meta` tensors.
 
-8B: hidden 4096, intermediate 14336, 32 query and 8 key/value heads. 70B: hidden 8192, intermediate 28672, 64 and 8. Both: head_dim 128,
-vocabulary 128256, 32 and 80 layers. A kernel whose name starts with `attention` must use tensor cores.
+8B: hidden 4096, intermediate 14336, 32 query and 8 key/value heads. 70B: hidden 8192, intermediate 28672, 64 and 8.
+Both: head_dim 128, vocabulary 128256, 32 and 80 layers. A kernel whose name starts with `attention` must use tensor
+cores.
 """
 
 from collections.abc import Callable
@@ -30,7 +31,16 @@ def _rope(num_heads: int, num_layers: int, qk_norm: torch.Tensor | None = None) 
     angles = meta(8192, 64, dtype=torch.float32)
     tokens = meta(128, dtype=torch.int64)
     rope_and_cache(
-        meta(128, (num_heads + 16) * 128), angles, angles, tokens, tokens, cache(num_layers), 1, meta(128, num_heads, 128), qk_norm, 1e-6
+        meta(128, (num_heads + 16) * 128),
+        angles,
+        angles,
+        tokens,
+        tokens,
+        cache(num_layers),
+        1,
+        meta(128, num_heads, 128),
+        qk_norm,
+        1e-6,
     )
 
 
@@ -46,8 +56,12 @@ def _flat_cache() -> torch.Tensor:
     return cache(num_layers=32).flatten(1)
 
 
-def _attention(num_heads: int, num_layers: int, num_tokens: int, num_sequences: int, max_num_queries: int, num_splits: int = 1) -> None:
-    tables, starts, contexts = (meta(*shape, dtype=torch.int32) for shape in ((num_sequences, 512), (num_sequences + 1,), (num_sequences,)))
+def _attention(
+    num_heads: int, num_layers: int, num_tokens: int, num_sequences: int, max_num_queries: int, num_splits: int = 1
+) -> None:
+    tables, starts, contexts = (
+        meta(*shape, dtype=torch.int32) for shape in ((num_sequences, 512), (num_sequences + 1,), (num_sequences,))
+    )
     q, out = meta(num_tokens, num_heads + 16, 128)[:, :num_heads], meta(num_tokens, num_heads, 128)
     workspace = meta(workspace_size(num_sequences, num_heads, 128, num_splits), dtype=torch.float32)
     paged_attention(
@@ -66,7 +80,8 @@ def _penalise() -> None:
     floats, ints = meta(64, dtype=torch.float32), meta(64, dtype=torch.int32)
     logits, counts = meta(64, 128256, dtype=torch.float32), meta(64, 128256, dtype=torch.int32)
     penalise(
-        logits, counts, token_ids=meta(256, 8192, dtype=torch.int32), rows=ints, num_known=ints, last=ints, answer_bases=ints,
+        logits, counts, token_ids=meta(256, 8192, dtype=torch.int32), rows=ints, num_known=ints, last=ints,
+        answer_bases=ints,
         repetitions=floats, presences=floats, frequencies=floats,
     )  # fmt: skip
 
@@ -83,9 +98,15 @@ CASES: dict[str, Callable[[], object]] = {
     "rope_and_cache 8B": lambda: _rope(32, 32),
     "rope_and_cache 8B, q and k normed": lambda: _rope(32, 36, meta(2, 128)),
     "rope_and_cache 70B": lambda: _rope(64, 80),
-    "gather_blocks 8B": lambda: gather_blocks(_flat_cache(), meta(64, dtype=torch.int64), meta(64, 32 * 2 * 8 * BLOCK_SIZE * 128)),
-    "scatter_blocks 8B": lambda: scatter_blocks(meta(64, 32 * 2 * 8 * BLOCK_SIZE * 128), _flat_cache(), meta(64, dtype=torch.int64)),
-    "pull_blocks 8B": lambda: pull_blocks(_flat_cache(), meta(64, dtype=torch.int64), _flat_cache(), meta(64, dtype=torch.int64)),
+    "gather_blocks 8B": lambda: gather_blocks(
+        _flat_cache(), meta(64, dtype=torch.int64), meta(64, 32 * 2 * 8 * BLOCK_SIZE * 128)
+    ),
+    "scatter_blocks 8B": lambda: scatter_blocks(
+        meta(64, 32 * 2 * 8 * BLOCK_SIZE * 128), _flat_cache(), meta(64, dtype=torch.int64)
+    ),
+    "pull_blocks 8B": lambda: pull_blocks(
+        _flat_cache(), meta(64, dtype=torch.int64), _flat_cache(), meta(64, dtype=torch.int64)
+    ),
     "attention 8B, 64 decodes": lambda: _attention(32, 32, 64, 64, 1),
     "attention 8B, 4 decodes, 8 splits": lambda: _attention(32, 32, 4, 4, 1, 8),
     "attention 8B, 16 decodes with 4 drafts": lambda: _attention(32, 32, 80, 16, 5),

@@ -2,7 +2,8 @@
 
 import torch
 
-# bf16: the interpreter cuts float32 off where a GPU rounds, so each pass through bf16 costs up to 2^-7, and a rotation mixes two.
+# bf16: the interpreter cuts float32 off where a GPU rounds, so each pass through bf16 costs up to 2^-7, and a rotation
+# mixes two.
 TOLERANCE = {torch.float16: 1e-3, torch.float32: 1e-5, torch.bfloat16: 4e-2}
 DTYPES = [torch.float16, torch.float32, torch.bfloat16]
 
@@ -19,7 +20,9 @@ def row_strided(x: torch.Tensor) -> torch.Tensor:
 
 
 def assert_close(ours: torch.Tensor, reference: torch.Tensor) -> None:
-    """Element by element, relative to the value, or to the largest of the reference times a tenth where the value is smaller."""
+    """Element by element, relative to the value, or to the largest of the reference times a tenth where the value is
+    smaller.
+    """
     assert ours.dtype == reference.dtype and ours.shape == reference.shape
     if reference.numel():
         a, b = ours.double(), reference.double()

@@ -1,9 +1,11 @@
-"""Compiles the launches of `aot_cases.py` for a GPU that need not be there, and prints one JSON list of `Compiled` fields.
+"""Compiles the launches of `aot_cases.py` for a GPU that need not be there, and prints one JSON list of `Compiled`
+fields.
 
     python -m tests.engine.kernels.compile_ahead 90 80
 
-A case calls the public function with `meta` tensors: shapes without data. A driver of ours claims the architecture, so Triton specialises
-and compiles exactly what that call would launch, and launches nothing. A function that read a tensor's data on the way would fail here.
+A case calls the public function with `meta` tensors: shapes without data. A driver of ours claims the architecture, so
+Triton specialises and compiles exactly what that call would launch, and launches nothing. A function that read a
+tensor's data on the way would fail here.
 """
 
 import json
@@ -59,7 +61,9 @@ def resources(cubin: bytes) -> tuple[int, int]:
         file.write(cubin)
         file.flush()
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        dump = subprocess.run([tool, "--dump-resource-usage", file.name], check=True, capture_output=True, text=True).stdout
+        dump = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
+        ).stdout
     usage = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", dump)}
     return usage["REG"], usage["STACK"] + usage["LOCAL"]
 

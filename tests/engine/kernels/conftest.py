@@ -1,7 +1,8 @@
 """Kernels are interpreted in the process that runs the tests.
 
-Triton decides that when `@triton.jit` runs, for its own library when it is first imported, so the variable is set around that import. After
-it the mode is a knob of this process alone: programs that tests start inherit nothing, and `compile_ahead.py` compiles in one of them.
+Triton decides that when `@triton.jit` runs, for its own library when it is first imported, so the variable is set
+around that import. After it the mode is a knob of this process alone: programs that tests start inherit nothing, and
+`compile_ahead.py` compiles in one of them.
 """
 
 import sys

@@ -1,4 +1,6 @@
-"""Every kernel, compiled for Hopper and Ampere at production shapes without a GPU: registers, spills, shared memory, tensor cores."""
+"""Every kernel, compiled for Hopper and Ampere at production shapes without a GPU: registers, spills, shared memory,
+tensor cores.
+"""
 
 import json
 import os
@@ -33,7 +35,8 @@ def test_kernels_fit_their_gpu(compiled: list[Compiled]) -> None:
     print(f"\n{'case':<44} {'kernel':<28} sm registers stack shared warps tensor cores")
     for each in compiled:
         print(
-            f"{each.case:<44} {each.kernel:<28} {each.arch} {each.registers:>9} {each.stack_bytes:>5} {each.shared_bytes:>6}"
+            f"{each.case:<44} {each.kernel:<28} {each.arch} {each.registers:>9} {each.stack_bytes:>5} "
+            f"{each.shared_bytes:>6}"
             f" {each.num_warps:>5} {'yes' if each.tensor_cores else '-'}"
         )
     assert {(each.case, each.arch) for each in compiled} == {(case, arch) for case in CASES for arch in SHARED_BYTES}

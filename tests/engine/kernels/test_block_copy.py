@@ -13,7 +13,13 @@ def caches(width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return flat[0], flat[1]
 
 
-WIDTHS = [(64, torch.float16), (40, torch.uint8), (37, torch.uint8), (8 * CHUNK + 8, torch.uint8), (CHUNK + 1, torch.int64)]
+WIDTHS = [
+    (64, torch.float16),
+    (40, torch.uint8),
+    (37, torch.uint8),
+    (8 * CHUNK + 8, torch.uint8),
+    (CHUNK + 1, torch.int64),
+]
 
 
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])

@@ -1,4 +1,6 @@
-"""Our kernels' runner, interpreted, against the torch runner: the same tokens however the work is cut, padded, sampled or handed over."""
+"""Our kernels' runner, interpreted, against the torch runner: the same tokens however the work is cut, padded, sampled
+or handed over.
+"""
 
 import threading
 from dataclasses import replace
@@ -82,14 +84,20 @@ def answers(runner: Runner, budget: int) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("change", "budget", "graph_sizes"),
-    [({}, 100, ()), ({}, 17, (2, 4)), ({"qk_norm": True, "qkv_bias": True, "num_kv_heads": 3, "tie_word_embeddings": False}, 30, (8,))],
+    [
+        ({}, 100, ()),
+        ({}, 17, (2, 4)),
+        ({"qk_norm": True, "qkv_bias": True, "num_kv_heads": 3, "tie_word_embeddings": False}, 30, (8,)),
+    ],
     ids=["whole prompts", "chunks among padded decodes", "another architecture"],
 )
 def test_the_same_tokens_and_the_same_cache(change: dict[str, Any], budget: int, graph_sizes: tuple[int, ...]) -> None:
     model = model_of(replace(TINY, **change))
     reference, runner = by_torch(model), by_kernels(model, graph_sizes=graph_sizes)
     assert answers(runner, budget) == answers(reference, budget)
-    torch.testing.assert_close(runner.cache, reference.cache, rtol=1e-3, atol=1e-3, equal_nan=True)  # padding has written nothing
+    torch.testing.assert_close(
+        runner.cache, reference.cache, rtol=1e-3, atol=1e-3, equal_nan=True
+    )  # padding has written nothing
 
 
 @pytest.mark.parametrize("graph_sizes", [(), (4,)], ids=["as it comes", "padded"])
@@ -233,9 +241,15 @@ def test_all_numbers_of_a_step_travel_in_one_piece() -> None:
 
 
 def test_the_largest_step_fills_every_budget() -> None:
-    config = EngineConfig(max_num_batched_tokens=11, max_num_seqs=3, max_model_len=32, block_size=BLOCK_SIZE, num_speculative_tokens=3)
+    config = EngineConfig(
+        max_num_batched_tokens=11, max_num_seqs=3, max_model_len=32, block_size=BLOCK_SIZE, num_speculative_tokens=3
+    )
     batch = largest_batch(config)
-    assert batch.num_scheduled.tolist() == [4, 4, 3] and batch.num_drafts is not None and batch.num_drafts.tolist() == [3, 3, 2]
+    assert (
+        batch.num_scheduled.tolist() == [4, 4, 3]
+        and batch.num_drafts is not None
+        and batch.num_drafts.tolist() == [3, 3, 2]
+    )
     assert len(plan_step(batch, BLOCK_SIZE).sampled_tokens) == 11
     output = by_kernels(model_of()).execute(batch)
     assert (output.counts >= 1).all() and set(output.logprobs) == {0, 1, 2}
@@ -246,11 +260,15 @@ def test_blocks_are_what_the_share_leaves() -> None:
     room = {"total_bytes": 80_000, "free_bytes": 50_000, "graph_bytes": 1_000, "block_bytes": 1_024}
     assert kv_blocks(utilization=0.9, **room) == (72_000 - 30_000 - 1_000) // 1_024
     assert kv_blocks(utilization=0.42, **room) == 2
-    with pytest.raises(CapacityError, match=r"gpu_memory_utilization: 0.4 of 80000 bytes leaves 1000 to KV .* two blocks need 2048"):
+    with pytest.raises(
+        CapacityError, match=r"gpu_memory_utilization: 0.4 of 80000 bytes leaves 1000 to KV .* two blocks need 2048"
+    ):
         kv_blocks(utilization=0.4, **room)
 
 
-def test_an_engine_on_a_gpu_gets_the_blocks_that_are_named_or_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_engine_on_a_gpu_gets_the_blocks_that_are_named_or_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The composition root's path to a GPU, with the model left on the CPU and the driver's numbers made up."""
     write_model_dir(tmp_path)
     load = llama.load_model
@@ -263,7 +281,13 @@ def test_an_engine_on_a_gpu_gets_the_blocks_that_are_named_or_found(monkeypatch:
     }
     for name, value in numbers.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    knobs = {"max_num_batched_tokens": 8, "max_num_seqs": 2, "max_model_len": 64, "cuda_graph_sizes": [2], "num_gpus": 1}
+    knobs = {
+        "max_num_batched_tokens": 8,
+        "max_num_seqs": 2,
+        "max_model_len": 64,
+        "cuda_graph_sizes": [2],
+        "num_gpus": 1,
+    }
     tree = {"model": str(tmp_path), "dtype": "float32", "prefill": {**knobs, "num_blocks": 5}, "decode": knobs}
     config = from_tree(tree)
     served = build.serve_model(config)
@@ -272,7 +296,9 @@ def test_an_engine_on_a_gpu_gets_the_blocks_that_are_named_or_found(monkeypatch:
     size = served.layout(config.decode).block_bytes
     assert blocks == (900_000 - 400_000 - 1_000 * 2 // 8) // size
     runner = make(torch.zeros(blocks, size, dtype=torch.uint8), 0)
-    assert isinstance(runner, CUDARunner) and runner.execute(make_batch([[1, 2]], [0], [2], [[1]])).counts.tolist() == [1]
+    assert isinstance(runner, CUDARunner) and runner.execute(make_batch([[1, 2]], [0], [2], [[1]])).counts.tolist() == [
+        1
+    ]
 
 
 @pytest.mark.parametrize(
@@ -319,7 +345,9 @@ def test_an_error_of_the_device_ends_more_than_a_step(monkeypatch: pytest.Monkey
 
 
 def test_prefill_hands_over_to_decode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Two engines with kernels, real services, loops and transfer; decodes padded and two steps in flight. Then the same with torch."""
+    """Two engines with kernels, real services, loops and transfer; decodes padded and two steps in flight. Then the
+    same with torch.
+    """
     write_model_dir(tmp_path / "model")
     pool = {"max_model_len": 128, "max_num_seqs": 4, "num_blocks": 24, "max_num_batched_tokens": 24}
     decode = {**pool, "async_scheduling": True, "cuda_graph_sizes": [2, 4]}

@@ -10,15 +10,19 @@ import importlib, pkgutil, sys
 import torch
 import engine.kernels
 from protocol.errors import ConfigError
-modules = [importlib.import_module(f"engine.kernels.{found.name}") for found in pkgutil.iter_modules(engine.kernels.__path__)]
-from engine.kernels.launch import INTERPRETED, require_device
+modules = [importlib.import_module(f"engine.kernels.{found.name}") for found in
+pkgutil.iter_modules(engine.kernels.__path__)] from engine.kernels.launch import INTERPRETED, require_device
 from engine.kernels.rms_norm import rms_norm
 """
 
 
 def run(program: str) -> str:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, cwd=Path(__file__).parents[3], capture_output=True, text=True)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
+        "CUDA_VISIBLE_DEVICES": ""
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, cwd=Path(__file__).parents[3], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -58,6 +62,7 @@ def test_what_tests_start_does_not_interpret() -> None:
 
 def test_the_cpu_path_needs_no_kernel() -> None:
     said = run(
-        'import sys; sys.modules["triton"] = None\nimport engine.runners.torch_cpu\nprint([m for m in sys.modules if "kernels." in m])'
+        'import sys; sys.modules["triton"] = None\nimport engine.runners.torch_cpu\nprint([m for m in sys.modules if '
+        '"kernels." in m])'
     )
     assert said == "[]\n"

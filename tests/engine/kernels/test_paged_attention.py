@@ -33,7 +33,9 @@ def compare(
     splits: int = 1,
     strided: bool = False,
 ) -> None:
-    """Sequence b brings queries[b] tokens and has contexts[b] in the cache. What it does not own of cache and table is poison."""
+    """Sequence b brings queries[b] tokens and has contexts[b] in the cache. What it does not own of cache and table is
+    poison.
+    """
     table_width = max(-(-context // block_size) for context in contexts) + 2
     num_blocks = sum(-(-context // block_size) for context in contexts) + 1
     cache = poisoned(num_blocks, NUM_LAYERS, 2, num_kv_heads, block_size, head_dim, dtype=dtype)
@@ -49,14 +51,30 @@ def compare(
     q = 2 * torch.randn(sum(queries), num_heads, head_dim).to(dtype)
     outs = [poisoned(sum(queries), num_heads, head_dim, dtype=dtype) for _ in range(2)]
     ours, given = (row_strided(outs[0]), row_strided(q)) if strided else (outs[0], q)
-    workspace = poisoned(workspace_size(len(contexts), num_heads, head_dim, splits), dtype=torch.float32) if splits > 1 else None
+    workspace = (
+        poisoned(workspace_size(len(contexts), num_heads, head_dim, splits), dtype=torch.float32)
+        if splits > 1
+        else None
+    )
     lengths = torch.tensor(contexts, dtype=torch.int32)
     most = max(queries)
     scale = head_dim**-0.5
     paged_attention(
-        given, cache, LAYER, block_tables, starts, lengths, ours, scale=scale, max_num_queries=most, num_splits=splits, workspace=workspace
+        given,
+        cache,
+        LAYER,
+        block_tables,
+        starts,
+        lengths,
+        ours,
+        scale=scale,
+        max_num_queries=most,
+        num_splits=splits,
+        workspace=workspace,
     )
-    reference.paged_attention(q, cache, LAYER, block_tables, starts, lengths, outs[1], scale=scale, max_num_queries=most)
+    reference.paged_attention(
+        q, cache, LAYER, block_tables, starts, lengths, outs[1], scale=scale, max_num_queries=most
+    )
     assert_rows_close(ours, outs[1])
 
 
@@ -86,7 +104,14 @@ def test_prompts_end_at_before_and_after_the_edges(block_size: int, dtype: torch
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_chunks_and_decodes_in_one_launch(dtype: torch.dtype) -> None:
     """First chunks, later ones, drafts behind a decode, one sequence without queries, a padding row; strided."""
-    compare([40, 1, 1, 33, 3, 0, 1, 1], [40, 300, 1, 200, 130, 50, 0, 64], num_kv_heads=2, num_heads=6, dtype=dtype, strided=True)
+    compare(
+        [40, 1, 1, 33, 3, 0, 1, 1],
+        [40, 300, 1, 200, 130, 50, 0, 64],
+        num_kv_heads=2,
+        num_heads=6,
+        dtype=dtype,
+        strided=True,
+    )
 
 
 def test_chunks_begin_at_before_and_after_the_edge_of_a_tile() -> None:
@@ -120,7 +145,9 @@ def test_a_single_query_and_none() -> None:
     none = torch.empty(0, dtype=torch.int32)
     q = torch.empty(0, 4, 64)
     cache = torch.empty(1, 1, 2, 1, 16, 64)
-    paged_attention(q, cache, 0, none.view(0, 1), torch.zeros(1, dtype=torch.int32), none, q, scale=1.0, max_num_queries=1)
+    paged_attention(
+        q, cache, 0, none.view(0, 1), torch.zeros(1, dtype=torch.int32), none, q, scale=1.0, max_num_queries=1
+    )
 
 
 def test_padding_of_a_graph_leaves_zeros_and_touches_no_table() -> None:
@@ -140,16 +167,39 @@ def test_a_block_behind_2_to_the_31_elements() -> None:
     cache[2060, 31] = torch.randn(cache.shape[2:])
     small = cache[2060:, 31:].clone()
     starts, contexts = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([13], dtype=torch.int32)
-    q, outs = torch.randn(1, 32, 128, dtype=torch.float16), [poisoned(1, 32, 128, dtype=torch.float16) for _ in range(2)]
-    paged_attention(q, cache, 31, torch.tensor([[2060]], dtype=torch.int32), starts, contexts, outs[0], scale=128**-0.5, max_num_queries=1)
+    q, outs = (
+        torch.randn(1, 32, 128, dtype=torch.float16),
+        [poisoned(1, 32, 128, dtype=torch.float16) for _ in range(2)],
+    )
+    paged_attention(
+        q,
+        cache,
+        31,
+        torch.tensor([[2060]], dtype=torch.int32),
+        starts,
+        contexts,
+        outs[0],
+        scale=128**-0.5,
+        max_num_queries=1,
+    )
     reference.paged_attention(
-        q, small, 0, torch.tensor([[0]], dtype=torch.int32), starts, contexts, outs[1], scale=128**-0.5, max_num_queries=1
+        q,
+        small,
+        0,
+        torch.tensor([[0]], dtype=torch.int32),
+        starts,
+        contexts,
+        outs[1],
+        scale=128**-0.5,
+        max_num_queries=1,
     )
     assert_rows_close(*outs)
 
 
 def test_layers_and_batches_are_one_kernel() -> None:
-    """Specialised on its value, a layer or a batch of 1 or a multiple of 16 would compile again in the midst of a step."""
+    """Specialised on its value, a layer or a batch of 1 or a multiple of 16 would compile again in the midst of a
+    step.
+    """
     assert attention_kernel.kwargs["do_not_specialize"] == ["layer", "num_sequences", "stride_table"]
 
 
@@ -170,7 +220,21 @@ def test_what_cannot_be_split() -> None:
     )
     for most, splits in ((2, 2), (1, MAX_SPLITS + 1)):
         with pytest.raises(ValueError, match="32 ways at most"):
-            paged_attention(q, cache, 0, tables, starts, contexts, q, scale=1.0, max_num_queries=most, num_splits=splits)
+            paged_attention(
+                q, cache, 0, tables, starts, contexts, q, scale=1.0, max_num_queries=most, num_splits=splits
+            )
     for workspace in (None, torch.zeros(workspace_size(1, 4, 64, 2) - 1)):
         with pytest.raises(ValueError, match="workspace"):
-            paged_attention(q, cache, 0, tables, starts, contexts, q, scale=1.0, max_num_queries=1, num_splits=2, workspace=workspace)
+            paged_attention(
+                q,
+                cache,
+                0,
+                tables,
+                starts,
+                contexts,
+                q,
+                scale=1.0,
+                max_num_queries=1,
+                num_splits=2,
+                workspace=workspace,
+            )

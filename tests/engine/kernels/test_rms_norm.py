@@ -22,7 +22,11 @@ def test_norm(hidden: int, num_rows: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("stream", [torch.float32, None])
 def test_add_changes_the_stream_in_place(stream: torch.dtype | None, dtype: torch.dtype) -> None:
-    h, delta, weight = torch.randn(3, 576, dtype=stream or dtype), torch.randn(3, 576, dtype=dtype), torch.randn(576, dtype=dtype)
+    h, delta, weight = (
+        torch.randn(3, 576, dtype=stream or dtype),
+        torch.randn(3, 576, dtype=dtype),
+        torch.randn(576, dtype=dtype),
+    )
     h_expected, out, expected = h.clone(), poisoned(3, 576, dtype=dtype), poisoned(3, 576, dtype=dtype)
     add_rms_norm(h, delta, weight, EPS, out)
     reference.add_rms_norm(h_expected, delta, weight, EPS, expected)

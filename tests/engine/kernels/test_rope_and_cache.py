@@ -48,10 +48,14 @@ def compare(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (9, 3), (8, 2), (16, 2)])  # GQA 1, 3, 4, 8; up to 20 heads: two tiles
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads"), [(2, 2), (9, 3), (8, 2), (16, 2)]
+)  # GQA 1, 3, 4, 8; up to 20 heads: two tiles
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_heads(num_heads: int, num_kv_heads: int, head_dim: int, qk_norm: bool, dtype: torch.dtype) -> None:
-    compare([16, 47, 79], num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, qk_norm=qk_norm, dtype=dtype)
+    compare(
+        [16, 47, 79], num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, qk_norm=qk_norm, dtype=dtype
+    )
 
 
 @pytest.mark.parametrize("block_size", [16, 32])
@@ -65,7 +69,9 @@ def test_a_slot_below_zero_writes_nothing_but_its_query() -> None:
 
 
 def test_strided_rows_and_int32_positions() -> None:
-    compare([5, 6, 40], num_heads=4, num_kv_heads=2, head_dim=64, strided=True, positions_dtype=torch.int32, qk_norm=True)
+    compare(
+        [5, 6, 40], num_heads=4, num_kv_heads=2, head_dim=64, strided=True, positions_dtype=torch.int32, qk_norm=True
+    )
 
 
 def test_the_first_and_the_17th_layer_are_one_kernel() -> None:
@@ -80,10 +86,15 @@ def test_a_block_behind_2_to_the_31_elements() -> None:
     assert cache.stride(0) == 1 << 20
     cache[block_id] = torch.nan
     expected = poisoned(1, 32, 2, num_kv_heads, block_size, head_dim, dtype=torch.float16)
-    qkv, outs = torch.randn(1, 48 * head_dim, dtype=torch.float16), [poisoned(1, 32, head_dim, dtype=torch.float16) for _ in range(2)]
+    qkv, outs = (
+        torch.randn(1, 48 * head_dim, dtype=torch.float16),
+        [poisoned(1, 32, head_dim, dtype=torch.float16) for _ in range(2)],
+    )
     cos, sin = angles(head_dim)
     position = torch.tensor([7])
-    rope_and_cache(qkv, cos, sin, position, torch.tensor([block_id * block_size + 9], dtype=torch.int32), cache, 31, outs[0])
+    rope_and_cache(
+        qkv, cos, sin, position, torch.tensor([block_id * block_size + 9], dtype=torch.int32), cache, 31, outs[0]
+    )
     reference.rope_and_cache(qkv, cos, sin, position, torch.tensor([9]), expected, 31, outs[1])
     assert_close(outs[0], outs[1])
     written = ~expected[0].isnan()

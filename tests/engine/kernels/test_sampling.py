@@ -1,4 +1,6 @@
-"""The device's choices against those of `engine/sampling.py`, which `tests/engine/test_sampling.py` checks against a plain reference."""
+"""The device's choices against those of `engine/sampling.py`, which `tests/engine/test_sampling.py` checks against a
+plain reference.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -46,7 +48,9 @@ def rng() -> np.random.Generator:
     return np.random.default_rng(7)
 
 
-def choose_both(scores: Float32, choices: Sequence[SamplingParams], seeds: Sequence[int], index: int) -> tuple[list[int], list[int]]:
+def choose_both(
+    scores: Float32, choices: Sequence[SamplingParams], seeds: Sequence[int], index: int
+) -> tuple[list[int], list[int]]:
     """What the kernels and the CPU choose for every row of `scores` at `index` of its answer."""
     count = len(choices)
     table = SamplingMetadata(count)
@@ -98,10 +102,17 @@ def test_a_flat_row_and_one_that_knows_its_token(rng: np.random.Generator) -> No
 
 
 def test_equal_weights_stay_or_go_together() -> None:
-    """Five levels of 200 tokens, scattered. A cut in the midst of a level keeps all of it: some draw falls on it, none behind it."""
+    """Five levels of 200 tokens, scattered. A cut in the midst of a level keeps all of it: some draw falls on it, none
+    behind it.
+    """
     level = np.random.default_rng(0).permutation(VOCAB) % 45
     scores = np.where(level < 5, -level / 4, -np.inf).astype(np.float32)[None].repeat(12, 0)
-    for params, kept in ((asked(top_k=150), 1), (asked(top_k=220), 2), (asked(top_p=0.5), 2), (asked(top_k=700, top_p=0.95), 4)):
+    for params, kept in (
+        (asked(top_k=150), 1),
+        (asked(top_k=220), 2),
+        (asked(top_p=0.5), 2),
+        (asked(top_k=700, top_p=0.95), 4),
+    ):
         chosen, expected = choose_both(scores, [params] * 12, range(12), 0)
         assert chosen == expected
         assert {int(level[token]) for token in chosen} == set(range(kept))
@@ -117,11 +128,22 @@ def test_a_large_vocabulary(rng: np.random.Generator) -> None:
 def test_no_rows() -> None:
     none, ids = torch.empty(0), torch.empty(0, dtype=torch.int32)
     sampling.greedy(none.view(0, 9), ids)
-    sampling.sample(none.view(0, 9), temperatures=none, top_ks=ids, top_ps=none, min_ps=none, seeds=ids.long(), indices=ids.long(), out=ids)
+    sampling.sample(
+        none.view(0, 9),
+        temperatures=none,
+        top_ks=ids,
+        top_ps=none,
+        min_ps=none,
+        seeds=ids.long(),
+        indices=ids.long(),
+        out=ids,
+    )
 
 
 def test_penalties_are_those_of_the_cpu(rng: np.random.Generator) -> None:
-    """The penalised logits themselves must agree. Rows are shuffled, one is left alone, one has no prompt, one no answer."""
+    """The penalised logits themselves must agree. Rows are shuffled, one is left alone, one has no prompt, one no
+    answer.
+    """
     choices = [
         SamplingParams(repetition_penalty=1.3),
         SamplingParams(repetition_penalty=0.8, presence_penalty=-0.5),
@@ -173,7 +195,9 @@ def test_logprobs_are_those_of_the_cpu(num_top: int) -> None:
     logits[1, [7, 30, 12]] = 5.0
     tokens = torch.tensor([4, 12, 49], dtype=torch.int32)
     own, top, values = sampling.logprobs(logits, tokens, num_top)
-    for row, told in enumerate(on_cpu.logprobs(logits.numpy(), tokens.numpy().astype(np.int64), np.full(3, num_top, np.int32))):
+    for row, told in enumerate(
+        on_cpu.logprobs(logits.numpy(), tokens.numpy().astype(np.int64), np.full(3, num_top, np.int32))
+    ):
         assert own[row].item() == pytest.approx(told.chosen, abs=1e-5)
         assert tuple(top[row].tolist()) == told.top_token_ids
         assert values[row].tolist() == pytest.approx(list(told.top), abs=1e-5)

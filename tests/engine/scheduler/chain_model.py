@@ -1,6 +1,8 @@
-"""A model whose every KV entry depends on all tokens before it: one wrong block, position or reused slot changes the answer.
+"""A model whose every KV entry depends on all tokens before it: one wrong block, position or reused slot changes the
+answer.
 
-kv(p) = f(kv(p - 1), token(p), p), read and written through the block tables; the next token is kv(p) modulo the vocabulary.
+kv(p) = f(kv(p - 1), token(p), p), read and written through the block tables; the next token is kv(p) modulo the
+vocabulary.
 """
 
 from dataclasses import dataclass, field

@@ -20,8 +20,16 @@ def key_of(name: str) -> RequestKey:
 class Driver:
     """One step at a time on the chain model; keeps everything that came out, by request name."""
 
-    def __init__(self, num_blocks: int = 20, *, eos_token_ids: tuple[int, ...] = (), clock: Any = None, **knobs: Any) -> None:
-        defaults = {"block_size": 4, "max_num_batched_tokens": 64, "max_num_seqs": 8, "max_model_len": 64, "priority_aging_s": 0}
+    def __init__(
+        self, num_blocks: int = 20, *, eos_token_ids: tuple[int, ...] = (), clock: Any = None, **knobs: Any
+    ) -> None:
+        defaults = {
+            "block_size": 4,
+            "max_num_batched_tokens": 64,
+            "max_num_seqs": 8,
+            "max_model_len": 64,
+            "priority_aging_s": 0,
+        }
         config = EngineConfig(**(defaults | knobs))
         self.model = ChainModel(num_blocks, config.block_size)
         self.scheduler = Scheduler(
@@ -83,7 +91,9 @@ class Driver:
     def commit(self) -> Committed:
         committed = self.scheduler.commit(self.model.execute(self.batches.pop(0)))
         start = 0
-        for slot, offset, count in zip(committed.slots.tolist(), committed.offsets.tolist(), committed.counts.tolist(), strict=True):
+        for slot, offset, count in zip(
+            committed.slots.tolist(), committed.offsets.tolist(), committed.counts.tolist(), strict=True
+        ):
             self.answers[self._names[slot]] += committed.token_ids[start : start + count].tolist()
             self.offsets[self._names[slot]].append(offset)
             start += count

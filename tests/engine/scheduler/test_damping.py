@@ -1,4 +1,6 @@
-"""An overload of 2,000 steps with seats for far more than the KV holds: damping must cost little, and spare most of the recomputing."""
+"""An overload of 2,000 steps with seats for far more than the KV holds: damping must cost little, and spare most of the
+recomputing.
+"""
 
 import numpy as np
 import pytest
@@ -11,10 +13,16 @@ NUM_STEPS, NUM_BLOCKS = 2000, 257
 FIXED = (6, 8, 10, 12, 16, 24, 64)
 
 
-def overload(prompts: tuple[int, int], answers: tuple[int, int], max_num_seqs: int, thrash_limit: float) -> tuple[float, int]:
+def overload(
+    prompts: tuple[int, int], answers: tuple[int, int], max_num_seqs: int, thrash_limit: float
+) -> tuple[float, int]:
     """(tokens generated per step, tokens computed again). Eight wait at any time."""
     engine = Engine(
-        NUM_BLOCKS, max_num_batched_tokens=256, enable_prefix_caching=False, max_num_seqs=max_num_seqs, thrash_limit=thrash_limit
+        NUM_BLOCKS,
+        max_num_batched_tokens=256,
+        enable_prefix_caching=False,
+        max_num_seqs=max_num_seqs,
+        thrash_limit=thrash_limit,
     )
     draw, count = np.random.default_rng(1), 0
     for _ in range(NUM_STEPS):
@@ -30,7 +38,9 @@ def overload(prompts: tuple[int, int], answers: tuple[int, int], max_num_seqs: i
     [((32, 80), (150, 250)), ((200, 600), (50, 100)), ((8, 16), (400, 600))],
     ids=["long answers", "long prompts", "answers alone"],
 )
-def test_damping_keeps_four_fifths_of_the_best_fixed_number_of_seats(prompts: tuple[int, int], answers: tuple[int, int]) -> None:
+def test_damping_keeps_four_fifths_of_the_best_fixed_number_of_seats(
+    prompts: tuple[int, int], answers: tuple[int, int]
+) -> None:
     best = max(overload(prompts, answers, seats, 0)[0] for seats in FIXED)
     _, undamped_recomputed = overload(prompts, answers, 64, 0)
     damped, recomputed = overload(prompts, answers, 64, 0.3)

@@ -1,4 +1,6 @@
-"""Two steps in flight, through both pools' services, real loops and shared memory: same tokens as one at a time, whatever goes wrong."""
+"""Two steps in flight, through both pools' services, real loops and shared memory: same tokens as one at a time,
+whatever goes wrong.
+"""
 
 import queue
 import time
@@ -38,7 +40,9 @@ class Cell:
 
     def __init__(self, loops: dict[Address, EngineLoop], inbox: "queue.SimpleQueue[Envelope]") -> None:
         self.loops, self._inbox = loops, inbox
-        config = load(None, ["runner=arithmetic", "router.replica_timeout_s=50", "router.min_disaggregated_tokens=12"]).router
+        config = load(
+            None, ["runner=arithmetic", "router.replica_timeout_s=50", "router.min_disaggregated_tokens=12"]
+        ).router
         self.router = Router(config, address=ROUTER, clock=time.monotonic, seed=0)
         self._incoming, self._outgoing = Incoming(ROUTER, time.monotonic), Outgoing(ROUTER)
         self.received: dict[str, list[int]] = {}
@@ -116,7 +120,9 @@ def cell(prefix: str, *overrides: str) -> Iterator[Cell]:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_same_tokens_through_handoffs_aborts_preemption_and_failed_steps(asynchronous: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_tokens_through_handoffs_aborts_preemption_and_failed_steps(
+    asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     num_steps = num_ahead = 0
     execute = ArithmeticRunner.execute
 
@@ -138,7 +144,9 @@ def test_same_tokens_through_handoffs_aborts_preemption_and_failed_steps(asynchr
             name = f"r{index}"
             sampling = SamplingParams(temperature=1.0, seed=seed) if seed else SamplingParams()
             expected[name] = expected_tokens(prompt, 30, seed=seed)
-            request = ClientRequest(request_id=name, prompt_token_ids=np.array(prompt, np.int32), max_tokens=30, sampling=sampling)
+            request = ClientRequest(
+                request_id=name, prompt_token_ids=np.array(prompt, np.int32), max_tokens=30, sampling=sampling
+            )
             if index % 6 == 5:
                 cancelled.add(name)
             c.submit(request, cancel_after=3 if name in cancelled else None)
@@ -159,7 +167,9 @@ def test_same_tokens_through_handoffs_aborts_preemption_and_failed_steps(asynchr
 
 
 @pytest.mark.parametrize(
-    "sampling", [SamplingParams(), SamplingParams(temperature=0.7, seed=5, repetition_penalty=1.2)], ids=["greedy", "sampled"]
+    "sampling",
+    [SamplingParams(), SamplingParams(temperature=0.7, seed=5, repetition_penalty=1.2)],
+    ids=["greedy", "sampled"],
 )
 def test_a_llama_takes_the_pending_token_from_its_own_last_step(sampling: SamplingParams) -> None:
     answers = []

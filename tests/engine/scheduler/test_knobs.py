@@ -1,4 +1,6 @@
-"""Every knob of the scheduler: what it does, and what it costs when it is overdone. Figures can be worked out by hand."""
+"""Every knob of the scheduler: what it does, and what it costs when it is overdone. Figures can be worked out by
+hand.
+"""
 
 from typing import Any
 
@@ -39,7 +41,9 @@ class Engine:
         self.ended: list[str] = []
         self._count = 0
 
-    def add(self, name: str, num_prompt: int, max_tokens: int = 1, *, prompt: Int32 | None = None, priority: int = 0) -> None:
+    def add(
+        self, name: str, num_prompt: int, max_tokens: int = 1, *, prompt: Int32 | None = None, priority: int = 0
+    ) -> None:
         """Prompts differ from their first token on unless given."""
         self._count += 1
         if prompt is None:
@@ -106,7 +110,9 @@ def test_max_num_seqs_far_above_what_the_kv_holds_thrashes_and_is_damped() -> No
     """64 answers of 200 tokens after prompts of 56: a pool of 128 blocks holds 8 of them whole."""
     recomputed, preempted, num_steps = {}, {}, {}
     for name, seats, limit in (("fits", 8, 0.0), ("too many", 64, 0.0), ("damped", 64, 0.3)):
-        engine = Engine(129, max_num_batched_tokens=512, enable_prefix_caching=False, max_num_seqs=seats, thrash_limit=limit)
+        engine = Engine(
+            129, max_num_batched_tokens=512, enable_prefix_caching=False, max_num_seqs=seats, thrash_limit=limit
+        )
         engine.add_many(64, 56, 200)
         num_steps[name] = engine.run()
         assert engine.num_generated == 64 * 200
@@ -141,7 +147,9 @@ def test_the_pool_bounds_how_many_run_at_once(num_blocks: int) -> None:
 
 
 @pytest.mark.parametrize(("threshold", "num_steps", "starts_at"), [(0, 2, 1), (512, 8, 0), (16, 250, 0)])
-def test_long_prefill_token_threshold_lets_others_in_and_multiplies_steps(threshold: int, num_steps: int, starts_at: int) -> None:
+def test_long_prefill_token_threshold_lets_others_in_and_multiplies_steps(
+    threshold: int, num_steps: int, starts_at: int
+) -> None:
     engine = Engine(max_num_batched_tokens=2048, long_prefill_token_threshold=threshold)
     engine.add("long", 4000)
     engine.add("short", 100, 300)
@@ -188,8 +196,12 @@ def test_priority_starves_the_low_until_they_age(knobs: dict[str, Any], starts_a
     assert len(engine.ended) == 600, "nobody's order costs a step"
 
 
-@pytest.mark.parametrize(("watermark", "few_preemptions", "max_running"), [(0.0, False, 32), (0.3, True, 24), (0.95, True, 1)])
-def test_the_watermark_trades_concurrency_for_preemptions(watermark: float, few_preemptions: bool, max_running: int) -> None:
+@pytest.mark.parametrize(
+    ("watermark", "few_preemptions", "max_running"), [(0.0, False, 32), (0.3, True, 24), (0.95, True, 1)]
+)
+def test_the_watermark_trades_concurrency_for_preemptions(
+    watermark: float, few_preemptions: bool, max_running: int
+) -> None:
     engine = Engine(129, enable_prefix_caching=False, watermark=watermark)
     engine.add_many(64, 56, 120)
     engine.run()
@@ -248,7 +260,9 @@ def test_cuda_graph_sizes_pad_decodes(sizes: tuple[int, ...], padding: int) -> N
     engine.add_many(5, 8, 11)
     engine.run()
     assert engine.num_steps == 11
-    assert engine.scheduler.num_padding_tokens == 10 * padding, "beyond the largest size nothing is padded, nor replayed"
+    assert engine.scheduler.num_padding_tokens == 10 * padding, (
+        "beyond the largest size nothing is padded, nor replayed"
+    )
 
 
 @pytest.mark.parametrize(("pad_with_prefill", "num_steps"), [(False, 1), (True, 20)])
@@ -274,7 +288,9 @@ class Guesses:
         if not self._right:
             return [0] * max_num_drafts
         num_prompt = 8
-        return expected_tokens(token_ids[:num_prompt], len(token_ids) - num_prompt + max_num_drafts)[len(token_ids) - num_prompt :]
+        return expected_tokens(token_ids[:num_prompt], len(token_ids) - num_prompt + max_num_drafts)[
+            len(token_ids) - num_prompt :
+        ]
 
 
 def test_num_speculative_tokens_saves_steps_when_right_and_eats_budget_when_wrong() -> None:
@@ -293,7 +309,9 @@ def test_num_speculative_tokens_saves_steps_when_right_and_eats_budget_when_wron
 @pytest.mark.parametrize(("budget", "tokens"), [(512, [8] * 64), (500, [8] * 52 + [7] * 12), (64, [1] * 64)])
 def test_everybody_has_a_token_before_anybody_has_a_draft(budget: int, tokens: list[int]) -> None:
     """64 answers of 71 tokens with 8 wrong drafts each: 576 tokens wanted. 500 = 64 + 6 x 64 + 52."""
-    engine = Engine(max_num_batched_tokens=budget, max_num_seqs=64, num_speculative_tokens=8, proposer=Guesses(right=False))
+    engine = Engine(
+        max_num_batched_tokens=budget, max_num_seqs=64, num_speculative_tokens=8, proposer=Guesses(right=False)
+    )
     engine.add_many(64, 1, 71)
     assert list(engine.step().values()) == [1] * 64
     for _ in range(62):
@@ -302,10 +320,16 @@ def test_everybody_has_a_token_before_anybody_has_a_draft(budget: int, tokens: l
     assert engine.num_steps == 71
 
 
-@pytest.mark.parametrize(("budget", "tray"), [(20, [5, 4, 4, 4, 3]), (45, [9, 9, 9, 9, 9]), (60, [9, 9, 9, 9, 24]), (5, [2, 1, 1, 1, 0])])
+@pytest.mark.parametrize(
+    ("budget", "tray"), [(20, [5, 4, 4, 4, 3]), (45, [9, 9, 9, 9, 9]), (60, [9, 9, 9, 9, 24]), (5, [2, 1, 1, 1, 0])]
+)
 def test_drafts_and_a_prompt_share_what_the_answers_leave(budget: int, tray: list[int]) -> None:
-    """One token for each of 4 answers, then one more for everybody, round by round; what 8 drafts each leave is the prompt's."""
-    engine = Engine(max_num_batched_tokens=budget, max_num_seqs=5, num_speculative_tokens=8, proposer=Guesses(right=False))
+    """One token for each of 4 answers, then one more for everybody, round by round; what 8 drafts each leave is the
+    prompt's.
+    """
+    engine = Engine(
+        max_num_batched_tokens=budget, max_num_seqs=5, num_speculative_tokens=8, proposer=Guesses(right=False)
+    )
     engine.add_many(4, 1, 50)
     engine.add("prompt", 300)
     assert list(engine.step().values()) == [1, 1, 1, 1, budget - 4]
@@ -336,7 +360,13 @@ def test_a_prompt_that_does_not_fit_beside_the_answers_takes_nothing_from_drafts
 
 def test_answers_come_before_prompts_that_run_longer() -> None:
     """Beside 5 decodes a step is filled up to 8 tokens: 3 for two prompts that alone would take 5 each."""
-    engine = Engine(max_num_batched_tokens=32, max_num_seqs=8, long_prefill_token_threshold=5, cuda_graph_sizes=(8,), pad_with_prefill=True)
+    engine = Engine(
+        max_num_batched_tokens=32,
+        max_num_seqs=8,
+        long_prefill_token_threshold=5,
+        cuda_graph_sizes=(8,),
+        pad_with_prefill=True,
+    )
     engine.add("first", 20)
     engine.add("second", 20)
     engine.add_many(5, 3, 50)

@@ -41,10 +41,20 @@ def test_no_step_waits_for_a_compiler() -> None:
     assert any(batch.swap_out is not None for batch in batches) and engine.scheduler.num_reserved
     drafts = Driver(20, num_speculative_tokens=2)
     request = drafts.add("a", 9, max_tokens=12)
-    drafts.model.answers[request.key] = answer_of(request.prompt_token_ids.tolist(), 12, max_model_len=64, stops=frozenset())
+    drafts.model.answers[request.key] = answer_of(
+        request.prompt_token_ids.tolist(), 12, max_model_len=64, stops=frozenset()
+    )
     drafts.model.num_prompt[request.key] = 9
     drafts.run()
-    loops: list[Any] = [blocks.take, blocks.release, blocks.free_kept, blocks.count_free, blocks.find, blocks.name, blocks.forget]
+    loops: list[Any] = [
+        blocks.take,
+        blocks.release,
+        blocks.free_kept,
+        blocks.count_free,
+        blocks.find,
+        blocks.name,
+        blocks.forget,
+    ]
     loops += [sequences.place, sequences.ration, sequences.name_filled, sequences.launch, sequences.append]
     loops += [sequences.extend, sequences.enter, sequences.close_gaps, sequences.follow]
     for loop in loops:
@@ -54,7 +64,12 @@ def test_no_step_waits_for_a_compiler() -> None:
 if TYPE_CHECKING:
 
     def arrays_that_change_places(
-        table: SequenceTable, positions: Positions, scheduled: Scheduled, sample: Bool, gone: Int32, arrays: blocks.Arrays
+        table: SequenceTable,
+        positions: Positions,
+        scheduled: Scheduled,
+        sample: Bool,
+        gone: Int32,
+        arrays: blocks.Arrays,
     ) -> None:
         """The type checker finds each of these: an ignore that ignores nothing is an error to it."""
         sequences.launch(scheduled, 0, table.state, sample)  # type: ignore[arg-type]
@@ -87,7 +102,10 @@ def test_positions_close_up_and_flights_follow() -> None:
 
 
 def test_without_numba_they_do_the_same() -> None:
-    code = "import sys, pytest; sys.modules['numba'] = None; sys.exit(pytest.main(['-q', '-x', '-p', 'no:cacheprovider', *sys.argv[1:]]))"
+    code = (
+        "import sys, pytest; sys.modules['numba'] = None; sys.exit(pytest.main(['-q', '-x', '-p', 'no:cacheprovider', "
+        "*sys.argv[1:]]))"
+    )
     tests = [f"tests/engine/scheduler/test_{name}.py" for name in ("block_manager", "conformance", "depth")]
     tests.append("tests/engine/scheduler/test_loops.py::test_a_block_is_hashed_as_by_hashlib")
     result = subprocess.run([sys.executable, "-c", code, *tests], cwd=ROOT, capture_output=True, text=True)

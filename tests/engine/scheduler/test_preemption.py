@@ -16,7 +16,9 @@ NO_CACHE: dict[str, Any] = {"enable_prefix_caching": False}
 
 
 def driver(num_blocks: int = 7, **knobs: Any) -> Driver:
-    """a grows until b, the newest, has to go: six blocks, two prompts of 8 tokens; b leaves with 12 computed ones in three blocks."""
+    """a grows until b, the newest, has to go: six blocks, two prompts of 8 tokens; b leaves with 12 computed ones in
+    three blocks.
+    """
     defaults = NO_CACHE | {"preemption": "swap", "num_host_blocks": 6}
     made = Driver(num_blocks=num_blocks, **(defaults | knobs))
     made.add("a", 8, 12)
@@ -267,7 +269,9 @@ def test_a_knob_is_obeyed_where_it_can_be() -> None:
     assert choose("remote", VICTIM, cheap, num_host_free=9, has_room=True) == Choice("remote", "configured")
 
 
-def step(scheduled: list[int], seconds: float, *, swapped: int = 0, swap_seconds: float = 0.0) -> tuple[Batch, StepOutput]:
+def step(
+    scheduled: list[int], seconds: float, *, swapped: int = 0, swap_seconds: float = 0.0
+) -> tuple[Batch, StepOutput]:
     num_scheduled = np.array(scheduled, np.int32)
     shared = np.zeros((len(scheduled), 1), np.int32)
     batch = Batch(

@@ -1,6 +1,7 @@
 """The scheduler's properties in every preemption mode, and: what lies on the host is right and has one owner.
 
-The model copies when a batch executes, as late as possible, while a transfer writes into its destination as soon as that is reserved.
+The model copies when a batch executes, as late as possible, while a transfer writes into its destination as soon as
+that is reserved.
 """
 
 from typing import Any
@@ -33,7 +34,9 @@ class PreemptionMachine(SchedulerMachine):
         swapped, size = self.scheduler.swapped, self.config.block_size
         owned = [block for _, blocks in swapped for block in blocks]
         assert len(owned) == len(set(owned)) == self.config.num_host_blocks - self.scheduler.num_free_host_blocks
-        coming = {block for batch in self.batches if batch.swap_out is not None for block in batch.swap_out[:, 1].tolist()}
+        coming = {
+            block for batch in self.batches if batch.swap_out is not None for block in batch.swap_out[:, 1].tolist()
+        }
         assert len(self.batches) < 2 or not coming, "nothing is scheduled before blocks are copied out"
         for tokens, blocks in swapped:
             if coming.isdisjoint(blocks):

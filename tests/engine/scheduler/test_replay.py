@@ -35,12 +35,19 @@ def test_the_same_load_gives_the_same_decisions() -> None:
 def test_requests_that_arrive_in_one_step_are_ordered_by_their_place_in_the_list() -> None:
     """Of equal priority the latest in the list waits and is evicted, whatever its name.
 
-    Prompts of 7 tokens in blocks of 4, 6 usable: three run with 2 blocks each. Token 8 fits, token 9 takes a third block: in step 2 one has
-    to go for the other two.
+    Prompts of 7 tokens in blocks of 4, 6 usable: three run with 2 blocks each. Token 8 fits, token 9 takes a third
+    block: in step 2 one has to go for the other two.
     """
     names = ["c", "a", "b", "z", "d"]
     requests = [
-        {"id": name, "arrival_step": 0, "prompt": [{"seed": seed, "len": 7}], "max_tokens": 4, "priority": 1, "gen_seed": seed}
+        {
+            "id": name,
+            "arrival_step": 0,
+            "prompt": [{"seed": seed, "len": 7}],
+            "max_tokens": 4,
+            "priority": 1,
+            "gen_seed": seed,
+        }
         for seed, name in enumerate(names)
     ]
     limits = {"block_size": 4, "num_blocks": 7, "max_num_batched_tokens": 64, "max_num_seqs": 3, "max_model_len": 32}
@@ -50,5 +57,9 @@ def test_requests_that_arrive_in_one_step_are_ordered_by_their_place_in_the_list
         [["c", 1], ["a", 1], ["b", 1]],
         [["c", 1], ["a", 1]],
     ]
-    assert (records[0]["waiting"], records[2]["preempted"], records[2]["waiting"]) == (["z", "d"], ["b"], ["b", "z", "d"])
+    assert (records[0]["waiting"], records[2]["preempted"], records[2]["waiting"]) == (
+        ["z", "d"],
+        ["b"],
+        ["b", "z", "d"],
+    )
     assert [name for record in records for name in record.get("finished", [])] == names

@@ -1,4 +1,6 @@
-"""The scheduler under arbitrary loads: nobody's KV is touched by others, every answer is right, everything ends, nothing leaks."""
+"""The scheduler under arbitrary loads: nobody's KV is touched by others, every answer is right, everything ends,
+nothing leaks.
+"""
 
 from collections import Counter
 from typing import Any, Literal
@@ -44,7 +46,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             long_prefill_token_threshold=draw(st.sampled_from([0, 0, 5]), "threshold"),
             enable_prefix_caching=draw(st.sampled_from([True, True, False]), "caching"),
             scheduling_policy=draw(st.sampled_from(["fcfs", "priority"]), "policy"),
-            prompt_reservation="hold" if self.offers else draw(st.sampled_from(["none", "check", "hold"]), "reservation"),
+            prompt_reservation="hold"
+            if self.offers
+            else draw(st.sampled_from(["none", "check", "hold"]), "reservation"),
             watermark=draw(st.sampled_from([0.0, 0.0, 0.2]), "watermark"),
             priority_aging_s=draw(st.sampled_from([0, 10]), "aging"),
             num_speculative_tokens=spec,
@@ -85,7 +89,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop=st.sampled_from([(), (), (5,)]),
         ignore_eos=st.booleans(),
     )
-    def add(self, length: int, family: int, max_tokens: int, kv: str, priority: int, stop: tuple[int, ...], ignore_eos: bool) -> None:
+    def add(
+        self, length: int, family: int, max_tokens: int, kv: str, priority: int, stop: tuple[int, ...], ignore_eos: bool
+    ) -> None:
         self.count += 1
         prompt = [(position * (family + 3)) % VOCAB_SIZE for position in range(length)]
         if self.count % 3 == 0:
@@ -191,7 +197,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         size, tables = self.config.block_size, batch.block_tables
         ends = (batch.num_computed + batch.num_scheduled).tolist()
         chunks = zip(batch.rows.tolist(), batch.num_computed.tolist(), ends, strict=True)
-        self.written.append({block for row, start, end in chunks for block in tables[row, start // size : -(-end // size)].tolist()})
+        self.written.append(
+            {block for row, start, end in chunks for block in tables[row, start // size : -(-end // size)].tolist()}
+        )
         if batch.swap_in is not None:
             self.written[-1].update(batch.swap_in[:, 1].tolist())
 
@@ -209,7 +217,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         return {table.request_ids[position]: int(wants[position]) for position in table.answering().nonzero()[0]}
 
     def _check_shares(self, batch: Batch, wanted: dict[str, int]) -> None:
-        """Every running answer has its token, except the last one left, where blocks lack; drafts differ by one, or there were no more."""
+        """Every running answer has its token, except the last one left, where blocks lack; drafts differ by one, or
+        there were no more.
+        """
         running, passed_over = self.scheduler.running_ids, self.scheduler.passed_over
         assert passed_over in ([], running[:1]), "an answer got no token"
         assert not passed_over or wanted.keys().isdisjoint(batch.request_ids)
@@ -249,7 +259,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         by_slot = {request.slot: key for key, request in self.requests.items()}
         start = 0
         for slot, attempt, offset, count in zip(
-            committed.slots.tolist(), committed.attempts.tolist(), committed.offsets.tolist(), committed.counts.tolist(), strict=True
+            committed.slots.tolist(),
+            committed.attempts.tolist(),
+            committed.offsets.tolist(),
+            committed.counts.tolist(),
+            strict=True,
         ):
             key = by_slot[slot]
             assert attempt == 1
@@ -303,7 +317,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         references = {block: count for block, count in enumerate(scheduler.blocks.references().tolist()) if count}
         assert references == dict(owners)
         free = set(scheduler.blocks.free_in_order())
-        assert all(free.isdisjoint(blocks) for blocks in self.written), "a block that a step in flight writes into is free"
+        assert all(free.isdisjoint(blocks) for blocks in self.written), (
+            "a block that a step in flight writes into is free"
+        )
         assert set(scheduler._state.live) == set(self.requests)
         assert scheduler.num_running <= self.config.max_num_seqs
 

@@ -1,4 +1,6 @@
-"""Drafts change the number of steps and nothing else: on the arithmetic model, on a small Llama, and through a decode engine."""
+"""Drafts change the number of steps and nothing else: on the arithmetic model, on a small Llama, and through a decode
+engine.
+"""
 
 from typing import Any
 
@@ -51,10 +53,20 @@ class Run:
     """All prompts at once to their end."""
 
     def __init__(
-        self, runner: Runner, sampling: SamplingParams, *, proposer: Any = None, eos: tuple[int, ...] = (), max_tokens: int = NUM_TOKENS
+        self,
+        runner: Runner,
+        sampling: SamplingParams,
+        *,
+        proposer: Any = None,
+        eos: tuple[int, ...] = (),
+        max_tokens: int = NUM_TOKENS,
     ) -> None:
         config = EngineConfig(
-            max_num_batched_tokens=40, max_num_seqs=4, max_model_len=128, block_size=BLOCK_SIZE, num_speculative_tokens=3 * bool(proposer)
+            max_num_batched_tokens=40,
+            max_num_seqs=4,
+            max_model_len=128,
+            block_size=BLOCK_SIZE,
+            num_speculative_tokens=3 * bool(proposer),
         )
         self.scheduler = Scheduler(config, num_blocks=NUM_BLOCKS, eos_token_ids=eos, proposer=proposer)
         self.counters: dict[str, float] = dict.fromkeys(StepCounts.KEYS, 0)
@@ -65,7 +77,9 @@ class Run:
         for slot, prompt in enumerate(PROMPTS):
             prompt_ids = np.array(prompt, np.int32)
             key = RequestKey(1, str(slot), 1)
-            self.scheduler.add(Request(key=key, slot=slot, prompt_token_ids=prompt_ids, max_tokens=max_tokens, sampling=sampling))
+            self.scheduler.add(
+                Request(key=key, slot=slot, prompt_token_ids=prompt_ids, max_tokens=max_tokens, sampling=sampling)
+            )
         while (batch := self.scheduler.schedule()) is not None:
             self.batches.append(batch)
             output = runner.execute(batch)
@@ -117,7 +131,9 @@ def test_every_accepted_draft_saves_a_step_and_every_rejected_one_costs_budget()
     assert len(wrong.batches) == NUM_TOKENS
     assert right.counters["accepted_drafts"] == right.counters["drafts"]
     assert wrong.counters["accepted_drafts"] == 0
-    assert wrong.counters["scheduled_tokens"] - wrong.counters["drafts"] == sum(map(len, PROMPTS)) + (NUM_TOKENS - 1) * len(PROMPTS)
+    assert wrong.counters["scheduled_tokens"] - wrong.counters["drafts"] == sum(map(len, PROMPTS)) + (
+        NUM_TOKENS - 1
+    ) * len(PROMPTS)
 
 
 def test_drafts_are_never_more_than_are_still_to_come_less_one() -> None:
@@ -152,7 +168,9 @@ def test_a_decode_engine_drafts_after_a_handoff_and_counts_it(monkeypatch: pytes
     prompt, num_tokens = list(range(1, 11)), 12
     answer = expected_tokens(prompt, num_tokens)
     proposer = KnownAnswers([prompt], [answer])
-    monkeypatch.setattr("tests.pool_world.Scheduler", lambda *args, **fields: Scheduler(*args, **fields, proposer=proposer))
+    monkeypatch.setattr(
+        "tests.pool_world.Scheduler", lambda *args, **fields: Scheduler(*args, **fields, proposer=proposer)
+    )
     world = DecodeWorld(num_speculative_tokens=3)
     world.generate(10, name="0", max_tokens=num_tokens)
     world.handoff(10, name="0", first_token_id=answer[0])

@@ -1,4 +1,6 @@
-"""The driver's wrapper against a library of make-believe: what it calls, with what, and what it makes of the answers."""
+"""The driver's wrapper against a library of make-believe: what it calls, with what, and what it makes of the
+answers.
+"""
 
 import ctypes
 from collections.abc import Callable
@@ -13,7 +15,9 @@ from protocol.errors import CapacityError, ConfigError, PullFailed
 
 
 class Library:
-    """Real C functions, so that arguments go through ctypes as they would into the driver. `answers` take what arrives there."""
+    """Real C functions, so that arguments go through ctypes as they would into the driver. `answers` take what arrives
+    there.
+    """
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -73,7 +77,9 @@ def test_a_handle_is_64_bytes_passed_by_value(library: Library) -> None:
     device = CudaDevice(0, library)
     handle = bytes(range(64))
     library.answers["cuIpcGetMemHandle"] = lambda answer, pointer: write(ctypes.addressof(answer.contents), handle)
-    library.answers["cuIpcOpenMemHandle_v2"] = lambda pointer, given, flags: put(pointer, 5 if bytes(given.reserved) == handle else 6)
+    library.answers["cuIpcOpenMemHandle_v2"] = lambda pointer, given, flags: put(
+        pointer, 5 if bytes(given.reserved) == handle else 6
+    )
     assert device.share(123) == handle
     assert device.open(handle) == 5
 
@@ -103,7 +109,12 @@ def test_too_little_memory_and_no_device_are_errors_of_start_up(library: Library
 
 @pytest.mark.parametrize(
     ("bus_id", "found", "can", "reaches"),
-    [("0000:1b:00.0", 101, 0, True), ("0000:2c:00.0", 101, 0, None), ("0000:2c:00.0", 0, 1, True), ("0000:2c:00.0", 0, 0, False)],
+    [
+        ("0000:1b:00.0", 101, 0, True),
+        ("0000:2c:00.0", 101, 0, None),
+        ("0000:2c:00.0", 0, 1, True),
+        ("0000:2c:00.0", 0, 0, False),
+    ],
 )
 def test_whether_it_reaches_another(library: Library, bus_id: str, found: int, can: int, reaches: bool | None) -> None:
     library.answers["cuDeviceGetByPCIBusId"] = found

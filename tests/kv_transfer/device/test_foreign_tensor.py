@@ -12,7 +12,12 @@ from kv_transfer.device.foreign_tensor import CPU, foreign_tensor
 def test_it_is_the_memory_itself() -> None:
     memory = np.arange(64, dtype=np.uint8)
     tensor = foreign_tensor(memory.ctypes.data, 4, 16, CPU, 0)
-    assert (tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr()) == (torch.uint8, (4, 16), (16, 1), memory.ctypes.data)
+    assert (tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr()) == (
+        torch.uint8,
+        (4, 16),
+        (16, 1),
+        memory.ctypes.data,
+    )
     tensor[2, 3] = 200
     assert memory[35] == 200
     assert tensor.view(torch.int64).shape == (4, 2)

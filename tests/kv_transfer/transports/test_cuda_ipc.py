@@ -132,7 +132,9 @@ def test_a_stalled_pull_is_not_terminal_and_the_destination_stays_reserved(expor
 @pytest.mark.parametrize(
     ("call", "text"), [("copy", "invalid argument (1)"), ("reached", "an illegal memory access was encountered (700)")]
 )
-def test_a_failing_gpu_ends_the_pull_with_its_own_words(exporter: Exporter, puller: Puller, call: str, text: str) -> None:
+def test_a_failing_gpu_ends_the_pull_with_its_own_words(
+    exporter: Exporter, puller: Puller, call: str, text: str
+) -> None:
     peer = puller.transport.connect(exporter.endpoint)
     puller.device.failures[call] = text
     assert puller.ends.of(peer.pull([1], [1])) == f"{call}: {text}"
@@ -158,7 +160,9 @@ def test_the_exporter_is_killed_in_mid_pull(exporter: Exporter, puller: Puller) 
     puller.device.failures.clear()
 
 
-def test_memory_that_cannot_be_mapped_is_refused_and_nothing_stays_open(exporter: Exporter, puller: Puller, name: str) -> None:
+def test_memory_that_cannot_be_mapped_is_refused_and_nothing_stays_open(
+    exporter: Exporter, puller: Puller, name: str
+) -> None:
     puller.device.failures["open"] = "peer access is not supported between these two devices (217)"
     with pytest.raises(PullFailed, match="peer access is not supported"):
         puller.transport.connect(exporter.endpoint)

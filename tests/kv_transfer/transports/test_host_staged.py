@@ -87,7 +87,10 @@ def test_a_pull_is_cut_into_buffers(name: str) -> None:
     pull = Pull(*ids, lambda pull: "")
     assert cut(pull, 30, 40) == [[(150, 30, 40)], [(190, 70, 20), (270, 90, 20)], [(290, 110, 10)]]
     scattered = np.arange(0, 4 * MAX_PIECES, 2)
-    assert [len(part) for part in cut(Pull(scattered, scattered, lambda pull: ""), 1, 10**6)] == [MAX_PIECES, MAX_PIECES]
+    assert [len(part) for part in cut(Pull(scattered, scattered, lambda pull: ""), 1, 10**6)] == [
+        MAX_PIECES,
+        MAX_PIECES,
+    ]
     assert cut(Pull(ids[0][:0], ids[1][:0], lambda pull: ""), 30, 40) == []
 
 
@@ -187,7 +190,11 @@ def test_orders_outside_the_cache_are_refused(exporter: Exporter, puller: Puller
     """A peer that asks for what is not its to see: the exporter trusts no number."""
     peer = puller.connect(exporter)
     channel, client = peer._client._channel, peer._client
-    for piece, reason in [((-1, 4), "do not lie in the cache"), ((NUM_BLOCKS * BLOCK_BYTES, 17), "do not lie"), ((0, 4097), "4096 bytes")]:
+    for piece, reason in [
+        ((-1, 4), "do not lie in the cache"),
+        ((NUM_BLOCKS * BLOCK_BYTES, 17), "do not lie"),
+        ((0, 4097), "4096 bytes"),
+    ]:
         number = channel.num_ordered
         channel.order([piece])
         client._await(number)

@@ -51,7 +51,9 @@ def exporter() -> Iterator[Exporter]:
 
 
 @pytest.mark.parametrize("piece_bytes", [nixl.PIECE_BYTES, 5 * BLOCK_BYTES])
-def test_bytes_and_words_of_another_process(exporter: Exporter, puller: Puller, piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_and_words_of_another_process(
+    exporter: Exporter, puller: Puller, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(nixl, "PIECE_BYTES", piece_bytes)
     peer = puller.transport.connect(exporter.endpoint)
     source, destination = [3, 4, 5, 9, 8, 20, 21], [10, 11, 12, 1, 2, 30, 31]
@@ -74,7 +76,9 @@ def test_two_connections_to_one_engine_end_one_by_one(exporter: Exporter, puller
     second.close()
 
 
-def test_a_cancelled_pull_starts_no_further_piece(exporter: Exporter, puller: Puller, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cancelled_pull_starts_no_further_piece(
+    exporter: Exporter, puller: Puller, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(nixl, "PIECE_BYTES", BLOCK_BYTES)
     peer = puller.transport.connect(exporter.endpoint)
     read, pulls = puller.transport._agent.read, queue.SimpleQueue[Pull]()

@@ -123,7 +123,9 @@ def test_a_queued_pull_is_cancelled_before_it_starts(segment: SharedSegment) -> 
     transport.close()
 
 
-def test_a_running_pull_is_cancelled_between_two_pieces(segment: SharedSegment, puller: Puller, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_running_pull_is_cancelled_between_two_pieces(
+    segment: SharedSegment, puller: Puller, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pulls: queue.SimpleQueue[Pull] = queue.SimpleQueue()
     copy = copy_blocks
 
@@ -185,7 +187,9 @@ def test_blocks_of_another_size_are_refused(segment: SharedSegment) -> None:
     puller.transport.close()
 
 
-@pytest.mark.parametrize("endpoint", [b"", b"nixl://", b"{}", b'{"kind": "nixl", "path": "/", "nonce": "", "block_bytes": 4096}'])
+@pytest.mark.parametrize(
+    "endpoint", [b"", b"nixl://", b"{}", b'{"kind": "nixl", "path": "/", "nonce": "", "block_bytes": 4096}']
+)
 def test_endpoints_of_others_are_refused(puller: Puller, endpoint: bytes) -> None:
     with pytest.raises(PullFailed):
         puller.transport.connect(endpoint)

@@ -20,7 +20,7 @@ import grpc
 import numpy as np
 
 from protocol.arrays import Int64
-from protocol.messages import Address, End, Envelope, GenerateRequest, Hello, Message, StepTokens
+from protocol.messages import Address, End, EngineRequest, Envelope, Hello, Message, StepTokens
 from router.config import RouterConfig
 from router.frontdoor import FrontDoor, Model
 from router.router import Router
@@ -65,8 +65,8 @@ async def measure_router() -> Figures:
     dispatched: dict[int, int] = {}
 
     def send(address: Address, message: Message) -> None:
-        if isinstance(message, GenerateRequest):
-            dispatched[message.slot] = message.key.attempt
+        if isinstance(message, EngineRequest):
+            dispatched[message.request_number] = message.key.attempt
 
     router = Router(RouterConfig(), address=Address("router", 1), clock=time.perf_counter, seed=1)
     config = RouterConfig(grpc_port=0, metrics_port=0)
@@ -90,15 +90,15 @@ async def measure_router() -> Figures:
     ones = np.ones(NUM_STREAMS, np.int32)
 
     def hand_in(step: int) -> None:
-        slots = np.array(sorted(dispatched), np.int64)
+        request_numbers = np.array(sorted(dispatched), np.int64)
         message = StepTokens(
             router_epoch=1,
-            slots=slots,
+            request_numbers=request_numbers,
             attempts=ones,
             offsets=ones * step,
             counts=ones,
             token_ids=ones * step,
-            ends=_ends(slots, step),
+            ends=_ends(request_numbers, step),
         )
         door.deliver(Envelope(ENGINE, router.address, step + 1, message))
 
@@ -156,8 +156,12 @@ async def _measure(port: int, num_open: Callable[[], int], hand_in: Callable[[in
     return Figures(float(np.median(added)), float(np.percentile(added, 99)), cpu_s / len(added) * 1e6)
 
 
-def _ends(slots: Int64, step: int) -> tuple[End, ...]:
-    return tuple(End(int(slot), 1, "finished", "length") for slot in slots) if step == NUM_STEPS - 1 else ()
+def _ends(request_numbers: Int64, step: int) -> tuple[End, ...]:
+    return (
+        tuple(End(int(request_number), 1, "finished", "length") for request_number in request_numbers)
+        if step == NUM_STEPS - 1
+        else ()
+    )
 
 
 async def measure() -> dict[str, Any]:

@@ -39,7 +39,7 @@ class Load:
         length = int(self._random.integers(self._prompt[0], self._prompt[1] + 1))
         return Request(
             key=RequestKey(1, f"request-{self._count}", 1),
-            slot=self._count,
+            request_number=self._count,
             prompt_token_ids=self._random.integers(3, 32000, length, dtype=np.int32),
             max_tokens=int(self._random.integers(self._answer[0], self._answer[1] + 1)),
             sampling=SamplingParams(),

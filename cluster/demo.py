@@ -41,7 +41,7 @@ STAGES = {
 others after it.
 """
 
-NUM_TRAYS = 4
+NUM_STEPS = 4
 REFRESH_S = 0.1
 SAMPLE_S = 0.5
 """Between two looks at the engines while they work."""
@@ -265,16 +265,17 @@ def _request_table(answers: list[Answer]) -> Table:
 def _engine_table(engines: list[dict[str, Any]]) -> Table:
     table = Table(title="Engines", title_justify="left", box=box.SIMPLE_HEAD, padding=0)
     table.add_column("engine", style="bold cyan", overflow="fold")
-    table.add_column(f"{NUM_TRAYS} steps, tokens of each request", overflow="fold")
+    table.add_column(f"{NUM_STEPS} steps, tokens of each request", overflow="fold")
     for name in ("steps", "blocks\nused", "KV\nmoved", "GB/s"):
         table.add_column(name, justify="right", overflow="fold")
     for engine in engines:
-        trays = "\n".join(
-            "  ".join(f"{request_id}:{num}" for request_id, num in tray.items()) for tray in engine["trays"]
+        steps = "\n".join(
+            "  ".join(f"{request_id}:{num}" for request_id, num in step.items())
+            for step in engine["num_scheduled_tokens"]
         )
         table.add_row(
             engine["replica_id"],
-            trays or "-",
+            steps or "-",
             f"{engine['steps']:.0f}",
             f"{engine['num_blocks_used']}/{engine['num_blocks']}",
             f"{engine['bytes_moved'] / 1e6:.1f} MB" if engine["bytes_moved"] else "-",
@@ -284,14 +285,14 @@ def _engine_table(engines: list[dict[str, Any]]) -> Table:
 
 
 def _engine_facts(replica: ReplicaView, busiest: ReplicaView) -> dict[str, Any]:
-    """`busiest`: the same engine under load, for its trays and blocks; counters are of the end."""
+    """`busiest`: the same engine under load, for its last steps and blocks; counters are of the end."""
     num_blocks = replica.hello.num_blocks - 1
     counters = replica.status.counters if replica.status else {}
     num_bytes, seconds = counters.get("pulled_bytes", 0.0), counters.get("pull_seconds", 0.0)
     return {
         "replica_id": replica.address.replica_id,
         "role": replica.hello.role,
-        "trays": list(busiest.status.last_trays[-NUM_TRAYS:]) if busiest.status else [],
+        "num_scheduled_tokens": list(busiest.status.num_scheduled_tokens[-NUM_STEPS:]) if busiest.status else [],
         "steps": counters.get("steps", 0.0),
         "num_blocks": num_blocks,
         "num_blocks_used": num_blocks - busiest.status.num_free_blocks if busiest.status else 0,

@@ -9,19 +9,23 @@ def limit_warnings(config: ClusterConfig, *, prefill_blocks: int, decode_blocks:
     """In words, of what a user of `decode.max_model_len` would not expect. Blocks of one engine, block 0 included."""
     decode, prefill, mode = config.decode.engine, config.prefill.engine, config.router.disaggregation
     promised = decode.max_model_len - 1
-    alone = min(promised, decode.max_prompt_tokens(decode_blocks)) if mode != "strict" else 0
-    split = min(promised, prefill.max_prompt_tokens(prefill_blocks)) if config.prefill.replicas and mode != "off" else 0
+    colocated = min(promised, decode.max_prompt_tokens(decode_blocks)) if mode != "strict" else 0
+    split = (
+        min(promised, prefill.max_prompt_tokens(prefill_blocks))
+        if config.prefill.replicas and mode != "colocated"
+        else 0
+    )
     warnings = []
-    if max(alone, split) < promised:
-        warnings.append(f"prompts of more than {max(alone, split)} tokens are refused: no engine computes them")
-    if 0 < split < alone:
+    if max(colocated, split) < promised:
+        warnings.append(f"prompts of more than {max(colocated, split)} tokens are refused: no engine computes them")
+    if 0 < split < colocated:
         warnings.append(
-            f"prompts of more than {split} tokens are computed by decode engines alone: prefill engines do not take "
-            "them"
+            f"prompts of more than {split} tokens are computed by decode engines themselves: prefill engines do not "
+            "take them"
         )
-    if 0 < alone < split:
+    if 0 < colocated < split:
         warnings.append(
-            f"prompts of more than {alone} tokens are refused while no prefill engine is up: decode engines do not "
+            f"prompts of more than {colocated} tokens are refused while no prefill engine is up: decode engines do not "
             "take them"
         )
     held = prefill.max_known_tokens(prefill_blocks)

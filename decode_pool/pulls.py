@@ -16,7 +16,7 @@ class _Pull:
     pending: Pending
     peer: Peer
     source: Address
-    lease_slot: int
+    lease_index: int
     lease_id: int
     dst_blocks: Sequence[int]
     checksums: Sequence[int]
@@ -69,7 +69,7 @@ class Pulls:
         src_blocks: Sequence[int],
         dst_blocks: Sequence[int],
         *,
-        lease_slot: int,
+        lease_index: int,
         lease_id: int,
         checksums: Sequence[int] = (),
     ) -> None:
@@ -80,7 +80,7 @@ class Pulls:
         if peer is None:
             raise PullFailed(f"the cache of {source.replica_id} epoch {source.epoch} is not open")
         pending = peer.pull(src_blocks, dst_blocks)
-        self._running[key] = _Pull(pending, peer, source, lease_slot, lease_id, dst_blocks, checksums, self._clock())
+        self._running[key] = _Pull(pending, peer, source, lease_index, lease_id, dst_blocks, checksums, self._clock())
 
     def ended(self) -> list[PullEnd]:
         """Pulls that have become terminal since the last call, each once, with their verdict.
@@ -104,7 +104,7 @@ class Pulls:
     def _verdict(self, pull: _Pull) -> TransferError | None:
         if pull.pending.error:
             return PullFailed(pull.pending.error)
-        if pull.peer.read_word(pull.lease_slot) != pull.lease_id:
+        if pull.peer.read_word(pull.lease_index) != pull.lease_id:
             return LeaseLost(f"lease {pull.lease_id:#x} of {pull.source.replica_id} ended before the pull did")
         if self._checksum is not None and (found := self._checksum(pull.dst_blocks)) != tuple(pull.checksums):
             wrong = sum(mine != theirs for mine, theirs in zip_longest(found, pull.checksums))

@@ -1,13 +1,13 @@
 """A decode engine's life of a request: D's table of the handoff protocol, row by row (states in kv_transfer/state.py).
 
- 1. `GenerateRequest`, role decode: waits without blocks for an offer                    WAITING
+ 1. `EngineRequest`, role decode: waits without blocks for an offer                    WAITING
     (a handoff that comes first is kept, without blocks)                                 EARLY
- 2. offered, and its turn in the scheduler's line: the whole destination is reserved     RESERVED
+ 2. offered, and its turn in the scheduler's queue: the whole destination is reserved    RESERVED
  3. pulls what it lacks; after each pull reads the lease word, then the blocks count     RESERVED
  4. final and all there: `KVRelease(consumed)`, joins the batch                          RUNNING
  5. one row of `StepTokens` per step; the first repeats the prefill engine's token       RUNNING
  6. ended while a pull still writes: the destination stays ours until that is terminal   DRAINING
-    Role alone skips 2 to 4: the same scheduler computes the prompt here.
+    Role colocated skips 2 to 4: the same scheduler computes the prompt here.
 
 Safety is one order, kept in `Pulls.ended`: bytes complete, barrier, then read the word. Only then may blocks enter the
 prefix cache.
@@ -37,8 +37,8 @@ from protocol.messages import (
     AbortRequest,
     Address,
     EndKind,
+    EngineRequest,
     Envelope,
-    GenerateRequest,
     Hello,
     KVHandoff,
     KVRelease,
@@ -70,7 +70,7 @@ class Decode:
     key: RequestKey
     timeline: Timeline
     state: DecodeState = DecodeState.GONE
-    request: GenerateRequest | None = None
+    request: EngineRequest | None = None
     handoff: KVHandoff | None = None
     source: Address | None = None
     """The prefill replica the handoff came from."""
@@ -137,7 +137,7 @@ class DecodeService:
         `recomputed_tokens`. Each preemption counts under its mode, and under the reason for that."""
         self._steps = StepCounts(self.counters, scheduler.config)
         handlers: dict[type, Callable[[Envelope], None]] = {
-            GenerateRequest: self._on_generate,
+            EngineRequest: self._on_generate,
             AbortRequest: self._on_abort,
             KVHandoff: self._on_handoff,
             KVRevoke: self._on_revoke,
@@ -243,7 +243,7 @@ class DecodeService:
             self._leave(self._entries[key], DecodeEvent.RETURNED, "returned", "preempted")
         for key, finish_reason in events.ended:
             entry = self._entries[key]
-            self._link.end(key, self._slot(entry), "finished", finish_reason=finish_reason)
+            self._link.end(key, self._request_number(entry), "finished", finish_reason=finish_reason)
             self._close_timeline(entry)
             self._forget(entry, DecodeEvent.FINISHED)
         reserved_keys = [reserved.key for reserved in events.reserved]
@@ -264,12 +264,12 @@ class DecodeService:
             entry.timeline.enter("decode")
             if entry.handoff is None:
                 counters["prompt_tokens"] += self._num_prompt_tokens(entry) - entry.num_cached_tokens
-                self._link.stages(key, self._slot(entry), {}, entry.num_cached_tokens)
+                self._link.stages(key, self._request_number(entry), {}, entry.num_cached_tokens)
             else:
                 counters["generated_tokens"] -= 1  # the prefill engine sampled it
         for finished in committed.finished:
             entry = self._entries[finished.key]
-            self._link.end(finished.key, finished.slot, "finished", finish_reason=finished.finish_reason)
+            self._link.end(finished.key, finished.request_number, "finished", finish_reason=finished.finish_reason)
             self._close_timeline(entry)
             self._forget(entry, DecodeEvent.FINISHED)
         self._link.flush(committed.rows)
@@ -316,7 +316,7 @@ class DecodeService:
     # ---- messages
 
     def _on_generate(self, envelope: Envelope) -> None:
-        message = cast(GenerateRequest, envelope.message)
+        message = cast(EngineRequest, envelope.message)
         entry = self._entries.get(message.key)
         if entry is not None and entry.request is not None:
             raise ProtocolError(f"{message.key} was dispatched twice")
@@ -324,8 +324,8 @@ class DecodeService:
             entry = self._entries[message.key] = Decode(message.key, Timeline(self._clock, "prefill_wait"))
         else:
             self._num_early -= 1
-        alone = message.role == "alone"
-        if alone:
+        colocated = message.role == "colocated"
+        if colocated:
             entry.timeline = Timeline(self._clock, "prefill_queue")
         entry.request = message
         self._move(entry, DecodeEvent.REQUEST, DecodeState.WAITING)
@@ -334,7 +334,9 @@ class DecodeService:
             self._leave(entry, DecodeEvent.CANNOT_SERVE, "failed", "draining")
             return
         try:
-            self._scheduler.add(Request.from_message(message, kv="local" if alone else "remote", arrival=self._clock()))
+            self._scheduler.add(
+                Request.from_message(message, kv="local" if colocated else "consumer", arrival=self._clock())
+            )
         except InvalidRequest as error:
             self._leave(entry, DecodeEvent.CANNOT_SERVE, "failed", str(error))
             return
@@ -437,7 +439,7 @@ class DecodeService:
                 entry.source,
                 handoff.block_ids[first:end],
                 block_ids[first:end],
-                lease_slot=handoff.lease_slot,
+                lease_index=handoff.lease_index,
                 lease_id=handoff.lease_id,
                 checksums=handoff.checksums[first:end],
             )
@@ -516,8 +518,8 @@ class DecodeService:
         """
         if kind is not None and entry.request is not None:
             if entry.handoff is None and entry.state is DecodeState.RUNNING:
-                self._link.stages(entry.key, entry.request.slot, {}, entry.num_cached_tokens)
-            self._link.end(entry.key, entry.request.slot, kind, error=reason)
+                self._link.stages(entry.key, entry.request.request_number, {}, entry.num_cached_tokens)
+            self._link.end(entry.key, entry.request.request_number, kind, error=reason)
         if entry.key in self._pulls:
             self._move(entry, event, DecodeState.DRAINING)
         else:
@@ -557,15 +559,15 @@ class DecodeService:
     def _num_prompt_tokens(self, entry: Decode) -> int:
         return 0 if entry.request is None else len(entry.request.prompt_token_ids)
 
-    def _slot(self, entry: Decode) -> int:
+    def _request_number(self, entry: Decode) -> int:
         if entry.request is None:
             raise ProtocolError(f"{entry.key} has no request")
-        return entry.request.slot
+        return entry.request.request_number
 
     def _close_timeline(self, entry: Decode) -> None:
         seconds = entry.timeline.close()
         seconds.pop("prefill_wait", None)  # the prefill engine counts it
-        self._link.stages(entry.key, self._slot(entry), seconds)
+        self._link.stages(entry.key, self._request_number(entry), seconds)
 
     def status(self, seq: int) -> ReplicaStatus:
         """For the link, which sends it; `seq` counts them."""

@@ -32,7 +32,7 @@ class Batch:
     block_tables: Int32
     """[num_rows, max_blocks_per_sequence] block ids of every row; shared."""
     request_ids: list[str] = field(default_factory=list)
-    """[B] for trays and logs."""
+    """[B] for `num_scheduled_tokens` and logs."""
     sampling: SamplingMetadata | None = None
     """None: every sequence takes the likeliest token and nobody asks for more."""
     num_drafts: Int32 | None = None
@@ -55,7 +55,7 @@ class Batch:
     def num_tokens(self) -> int:
         return int(self.num_scheduled.sum())
 
-    def tray(self) -> dict[str, int]:
+    def num_scheduled_tokens(self) -> dict[str, int]:
         """The decision itself: `{request_id: num_tokens}`, in scheduled order."""
         return dict(zip(self.request_ids, self.num_scheduled.tolist(), strict=True))
 

@@ -59,7 +59,7 @@ def greedy(logits: torch.Tensor) -> Int32:
     return token_ids
 
 
-def choose(
+def sample_tokens(
     logits: torch.Tensor, sampling: SamplingMetadata, contexts: Contexts
 ) -> tuple[Int32, dict[int, TokenLogprobs]]:
     """One token for each row of `logits` [S, vocab], int32 [S], and logprobs of those that asked, by index in S."""

@@ -1,6 +1,6 @@
 """A prefill engine's life of a request: P's table of the handoff protocol, row by row (states in kv_transfer/state.py).
 
- 1. `GenerateRequest`: joins the scheduler's line                                    WAITING
+ 1. `EngineRequest`: joins the scheduler's queue                                    WAITING
  2. admitted: all prompt blocks are taken at once, chunks are computed                RUNNING
  3. after each chunk: the lease word is written, the ready blocks are offered         RUNNING
  4. last chunk: first token to the router, final offer to decode, lease timer starts  LEASED
@@ -30,8 +30,8 @@ from protocol.messages import (
     AbortRequest,
     Address,
     EndKind,
+    EngineRequest,
     Envelope,
-    GenerateRequest,
     Hello,
     KVHandoff,
     KVRelease,
@@ -58,13 +58,13 @@ class Prefill:
     (`block_ids`) after.
     """
 
-    request: GenerateRequest
+    request: EngineRequest
     timeline: Timeline
     state: PrefillState = PrefillState.GONE
     block_ids: list[int] | None = None
     lease_id: int = 0
     """0 until the first handoff is sent."""
-    lease_slot: int = -1
+    lease_index: int = -1
     num_offered_tokens: int = 0
     checksums: tuple[int, ...] = ()
     """Of the offered blocks, where blocks are checked."""
@@ -81,7 +81,7 @@ class Prefill:
 
 
 class Lease(NamedTuple):
-    slot: int
+    word_index: int
     lease_id: int
     block_ids: list[int]
 
@@ -121,7 +121,7 @@ class PrefillService:
         )
         self._steps = StepCounts(self.counters, scheduler.config)
         handlers: dict[type, Callable[[Envelope], None]] = {
-            GenerateRequest: self._on_generate,
+            EngineRequest: self._on_generate,
             AbortRequest: self._on_abort,
             KVRelease: self._on_release,
             KVRenew: self._on_renew,
@@ -226,7 +226,7 @@ class PrefillService:
     def leases(self) -> list[Lease]:
         """All live leases."""
         return [
-            Lease(entry.lease_slot, entry.lease_id, entry.block_ids or self._scheduler.block_ids(key))
+            Lease(entry.lease_index, entry.lease_id, entry.block_ids or self._scheduler.block_ids(key))
             for key, entry in self._entries.items()
             if entry.lease_id
         ]
@@ -235,12 +235,12 @@ class PrefillService:
         """Raises ProtocolError unless every block is free and no word is set (I2)."""
         self._scheduler.check_idle()
         if self._leases.num_live:
-            raise ProtocolError(f"{self._leases.num_live} lease slots are taken in an idle prefill engine")
+            raise ProtocolError(f"{self._leases.num_live} lease words are taken in an idle prefill engine")
 
     # ---- messages
 
     def _on_generate(self, envelope: Envelope) -> None:
-        message = cast(GenerateRequest, envelope.message)
+        message = cast(EngineRequest, envelope.message)
         if message.key in self._entries:
             raise ProtocolError(f"{message.key} was dispatched twice")
         entry = Prefill(message, Timeline(self._clock, "prefill_queue"))
@@ -251,7 +251,7 @@ class PrefillService:
             self._end(entry, PrefillEvent.CANNOT_SERVE, "failed", "draining")
             return
         try:
-            self._scheduler.add(Request.from_message(message, kv="offer", arrival=self._clock()))
+            self._scheduler.add(Request.from_message(message, kv="producer", arrival=self._clock()))
         except InvalidRequest as error:
             self._end(entry, PrefillEvent.CANNOT_SERVE, "failed", str(error))
             return
@@ -307,13 +307,13 @@ class PrefillService:
         """The last chunk: ownership of the blocks passes from the scheduler to this entry."""
         request = entry.request
         entry.block_ids = done.block_ids
-        self._link.stages(request.key, request.slot, entry.timeline.close(), entry.num_cached_tokens)
+        self._link.stages(request.key, request.request_number, entry.timeline.close(), entry.num_cached_tokens)
         if done.finish_reason is None:
             self._offer(entry, done.block_ids, len(request.prompt_token_ids), done.first_token_id, done.first_logprobs)
             self._move(entry, PrefillEvent.LAST_CHUNK, PrefillState.LEASED)
             self.timers.set(("lease", request.key), self._clock() + self._config.lease_s)
             return
-        self._link.end(request.key, request.slot, "finished", finish_reason=done.finish_reason)
+        self._link.end(request.key, request.request_number, "finished", finish_reason=done.finish_reason)
         if entry.lease_id:
             self._revoke(entry, PrefillEvent.LAST_CHUNK, "finished", report=None)
         else:
@@ -331,11 +331,11 @@ class PrefillService:
         committed.
         """
         if not entry.lease_id:
-            slot = self._leases.allocate()
-            if slot is None:
-                raise ProtocolError("no lease slot is free: the table must have one per block")
-            entry.lease_slot, entry.lease_id = slot, self._leases.next_lease_id()
-            self._leases.write(slot, entry.lease_id)
+            index = self._leases.allocate()
+            if index is None:
+                raise ProtocolError("no lease word is free: the table must have one per block")
+            entry.lease_index, entry.lease_id = index, self._leases.next_lease_id()
+            self._leases.write(index, entry.lease_id)
         if self._checksum is not None:
             num_checked, num_blocks = len(entry.checksums), -(-num_ready // self._hello.block_size)
             entry.checksums += self._checksum(block_ids[num_checked:num_blocks])
@@ -345,7 +345,7 @@ class PrefillService:
         handoff = KVHandoff(
             key=entry.request.key,
             lease_id=entry.lease_id,
-            lease_slot=entry.lease_slot,
+            lease_index=entry.lease_index,
             lease_s=self._config.lease_s,
             block_ids=tuple(block_ids),
             num_ready_tokens=num_ready,
@@ -416,10 +416,10 @@ class PrefillService:
 
     def _report(self, entry: Prefill, kind: EndKind, error: str) -> None:
         """Tells the router of an end that is not its own doing, and what the prefix cache had if the attempt began."""
-        key, slot = entry.request.key, entry.request.slot
+        key, request_number = entry.request.key, entry.request.request_number
         if entry.state is not PrefillState.WAITING:
-            self._link.stages(key, slot, {}, entry.num_cached_tokens)
-        self._link.end(key, slot, kind, error=error)
+            self._link.stages(key, request_number, {}, entry.num_cached_tokens)
+        self._link.end(key, request_number, kind, error=error)
 
     def _tell_revoked(self, entry: Prefill, reason: str) -> None:
         self.outbox.append((entry.peer, KVRevoke(key=entry.request.key, lease_id=entry.lease_id, reason=reason)))
@@ -439,8 +439,8 @@ class PrefillService:
         key = entry.request.key
         self._move(entry, event, PrefillState.GONE)
         if entry.lease_id:
-            self._leases.clear(entry.lease_slot)
-            self._leases.free(entry.lease_slot)
+            self._leases.clear(entry.lease_index)
+            self._leases.free(entry.lease_index)
         if entry.block_ids is None:
             self._scheduler.abort(key)
         else:

@@ -2,7 +2,7 @@
 
     R = router, P = prefill engine, D = decode engine
 
-    GenerateRequest  R -> P, D    start one attempt of a request
+    EngineRequest  R -> P, D    start one attempt of a request
     AbortRequest     R -> P, D    end it
     KVHandoff        P -> D       blocks that are ready, under a lease
     KVRenew          D -> P       leases still wanted
@@ -28,7 +28,7 @@ from protocol.histogram import Distribution
 
 ROUTER_ID = "router"
 
-Role = Literal["prefill", "decode", "alone"]
+Role = Literal["prefill", "decode", "colocated"]
 FinishReason = Literal["stop", "length"]
 EndKind = Literal["finished", "aborted", "failed", "returned"]
 AbortReason = Literal["client", "deadline", "superseded", "peer_lost"]
@@ -89,13 +89,13 @@ class TokenLogprobs(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateRequest:
+class EngineRequest:
     """R -> P and D: one attempt. `prompt_token_ids` = prompt + tokens already delivered (int32); `offset` counts the
     latter.
     """
 
     key: RequestKey
-    slot: int
+    request_number: int
     role: Role
     peer: Address | None
     prompt_token_ids: Int32
@@ -124,7 +124,7 @@ class KVHandoff:
 
     key: RequestKey
     lease_id: int
-    lease_slot: int
+    lease_index: int
     lease_s: float
     block_ids: tuple[int, ...]
     num_ready_tokens: int
@@ -169,7 +169,7 @@ class KVRevoke:
 class End(NamedTuple):
     """The end of one attempt, beside the arrays of `StepTokens`."""
 
-    slot: int
+    request_number: int
     attempt: int
     kind: EndKind
     finish_reason: FinishReason | None = None
@@ -183,7 +183,7 @@ class StageSeconds(NamedTuple):
     attempt began. None: not told here.
     """
 
-    slot: int
+    request_number: int
     attempt: int
     seconds: dict[str, float]
     num_cached_tokens: int | None = None
@@ -192,7 +192,7 @@ class StageSeconds(NamedTuple):
 class Logprobs(NamedTuple):
     """Of the token with index `offset` in the whole answer."""
 
-    slot: int
+    request_number: int
     attempt: int
     offset: int
     values: TokenLogprobs
@@ -202,13 +202,13 @@ class Logprobs(NamedTuple):
 class StepTokens:
     """P, D -> R: one row per request that got tokens in this step (or ended).
 
-    `slots`, `attempts`, `offsets`, `counts`: [num_rows]; row i owns the next `counts[i]` entries of `token_ids` and its
-    first token has index `offsets[i]` in the whole answer. `ends` may name slots without a row. `logprobs`: of every
-    token of the requests that asked.
+    `request_numbers`, `attempts`, `offsets`, `counts`: [num_rows]; row i owns the next `counts[i]` entries of
+    `token_ids` and its first token has index `offsets[i]` in the whole answer. `ends` may name requests
+    without a row. `logprobs`: of every token of the requests that asked.
     """
 
     router_epoch: int
-    slots: Int64
+    request_numbers: Int64
     attempts: Int32
     offsets: Int32
     counts: Int32
@@ -242,7 +242,7 @@ class ReplicaStatus:
     transport: str = ""
     counters: dict[str, float] = field(default_factory=dict)
     distributions: dict[str, Distribution] = field(default_factory=dict)
-    last_trays: tuple[dict[str, int], ...] = ()
+    num_scheduled_tokens: tuple[dict[str, int], ...] = ()
     hashes_added: tuple[bytes, ...] = ()
     hashes_removed: tuple[bytes, ...] = ()
 
@@ -296,7 +296,7 @@ class PeerGap:
 
 
 Message = (
-    GenerateRequest
+    EngineRequest
     | AbortRequest
     | KVHandoff
     | KVRenew

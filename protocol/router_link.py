@@ -38,7 +38,7 @@ class Rows(NamedTuple):
     [sum(counts)].
     """
 
-    slots: Int64
+    request_numbers: Int64
     attempts: Int32
     offsets: Int32
     counts: Int32
@@ -171,32 +171,38 @@ class RouterLink:
                 self._service.check_idle()
 
     def end(
-        self, key: RequestKey, slot: int, kind: EndKind, *, finish_reason: FinishReason | None = None, error: str = ""
+        self,
+        key: RequestKey,
+        request_number: int,
+        kind: EndKind,
+        *,
+        finish_reason: FinishReason | None = None,
+        error: str = "",
     ) -> None:
         """Adds the end of an attempt to the next `StepTokens`. Keys of an older router are ignored: nobody would read
         it.
         """
         if key.router_epoch == self.epoch:
-            self._ends.append(End(slot, key.attempt, kind, finish_reason, error))
+            self._ends.append(End(request_number, key.attempt, kind, finish_reason, error))
 
     def stages(
-        self, key: RequestKey, slot: int, seconds: dict[str, float], num_cached_tokens: int | None = None
+        self, key: RequestKey, request_number: int, seconds: dict[str, float], num_cached_tokens: int | None = None
     ) -> None:
         """Adds stage times of an attempt to the next `StepTokens`, and what the prefix cache had of it where that is
         said.
         """
         if key.router_epoch == self.epoch:
-            self._stages.append(StageSeconds(slot, key.attempt, seconds, num_cached_tokens))
+            self._stages.append(StageSeconds(request_number, key.attempt, seconds, num_cached_tokens))
 
     def flush(self, rows: Rows | None = None) -> None:
         """Writes one `StepTokens` if there is anything to say."""
-        if not (self._ends or self._stages or (rows is not None and len(rows.slots))):
+        if not (self._ends or self._stages or (rows is not None and len(rows.request_numbers))):
             return
         if rows is None:
             rows = _NO_ROWS
         message = StepTokens(
             router_epoch=self.epoch,
-            slots=rows.slots,
+            request_numbers=rows.request_numbers,
             attempts=rows.attempts,
             offsets=rows.offsets,
             counts=rows.counts,

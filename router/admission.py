@@ -74,8 +74,8 @@ class Limits:
 
 
 class AdmissionQueue:
-    """Slots of accepted requests without an engine: lowest (priority, order) first; `returned` ones go before all of
-    their priority.
+    """RequestNumbers of accepted requests without an engine: lowest (priority, order) first; `returned` ones go before
+    all of their priority.
     """
 
     def __init__(self, max_queue: int) -> None:
@@ -87,8 +87,8 @@ class AdmissionQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def __contains__(self, slot: int) -> bool:
-        return slot in self._waiting
+    def __contains__(self, request_number: int) -> bool:
+        return request_number in self._waiting
 
     def check_room(self, num_more: int, num_places: int) -> None:
         """Raises Overloaded unless all of `num_more` find room, here or in the engines, which have `num_places` if
@@ -103,21 +103,21 @@ class AdmissionQueue:
                 f"{wish}{num_waiting} requests are waiting, max_queue is {self._max_queue}", retry_after_s=1.0
             )
 
-    def push(self, slot: int, priority: int, *, front: bool = False) -> None:
+    def push(self, request_number: int, priority: int, *, front: bool = False) -> None:
         if front:
             self._front -= 1
             order = self._front
         else:
             self._next += 1
             order = self._next
-        self._waiting[slot] = (priority, order)
-        heapq.heappush(self._heap, (priority, order, slot))
+        self._waiting[request_number] = (priority, order)
+        heapq.heappush(self._heap, (priority, order, request_number))
 
     def head(self) -> int | None:
-        """The slot whose turn it is, or None."""
+        """The request_number whose turn it is, or None."""
         while self._heap and self._waiting.get(self._heap[0][2]) != self._heap[0][:2]:
             heapq.heappop(self._heap)
         return self._heap[0][2] if self._heap else None
 
-    def remove(self, slot: int) -> None:
-        self._waiting.pop(slot, None)
+    def remove(self, request_number: int) -> None:
+        self._waiting.pop(request_number, None)

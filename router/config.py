@@ -23,8 +23,8 @@ class RouterConfig:
     policy: str = "least_loaded"
     """How a replica of each pool is chosen: a name of router/policy.py."""
     disaggregation: Disaggregation = "auto"
-    """auto: a decode engine serves alone while no prefill engine can. strict: such requests wait or are refused. off:
-    always alone.
+    """auto: a decode engine serves colocated while no prefill engine can. strict: such requests wait or are refused.
+    colocated: a decode engine always computes the prompt itself.
     """
     min_disaggregated_tokens: int = 0
     """Prompts of which the decode engine lacks fewer tokens than this are computed there."""

@@ -317,6 +317,7 @@ class FrontDoor:
             parsed, self.tokenizer, self._config.max_buffered_tokens, arrived_at, submitted_at, trace, deadline_s
         )
         self._answers.update({answer.request_id: answer for answer in call.answers})
+        trace.asked(self.model.name, parsed.request_id, parsed.requests)
         self.pump()
         return call
 
@@ -464,7 +465,7 @@ def _replica_load(replica: ReplicaView, now: float) -> pb.ReplicaLoad:
         )
         load.transport = status.transport
         load.counters.update(status.counters)
-        load.last_trays.extend(pb.Tray(num_tokens=tray) for tray in status.last_trays)
+        load.num_scheduled_tokens.extend(pb.ScheduledTokens(num_tokens=step) for step in status.num_scheduled_tokens)
     return load
 
 

@@ -15,11 +15,11 @@ class Lockstep:
     requests.
     """
 
-    __slots__ = ("_attempts", "_counts", "_entries", "_offsets", "_request_ids", "_slots", "at")
+    __slots__ = ("_attempts", "_counts", "_entries", "_offsets", "_request_ids", "_request_numbers", "at")
 
     def __init__(self, message: StepTokens, entries: Sequence[ActiveRequest], now: float) -> None:
-        self._slots, self._attempts, self._counts = (
-            message.slots.tobytes(),
+        self._request_numbers, self._attempts, self._counts = (
+            message.request_numbers.tobytes(),
             message.attempts.tobytes(),
             message.counts.tobytes(),
         )
@@ -34,7 +34,7 @@ class Lockstep:
         """After `message`, of whose rows those of `entries` counted. None unless each row brought one token that was
         delivered now.
         """
-        if len(entries) != len(message.slots):
+        if len(entries) != len(message.request_numbers):
             return None
         for entry, offset, count in zip(entries, message.offsets.tolist(), message.counts.tolist(), strict=True):
             came = (
@@ -49,7 +49,7 @@ class Lockstep:
 
     def goes_on(self, message: StepTokens) -> bool:
         return (
-            message.slots.tobytes() == self._slots
+            message.request_numbers.tobytes() == self._request_numbers
             and message.attempts.tobytes() == self._attempts
             and message.offsets.tobytes() == self._offsets.tobytes()
             and message.counts.tobytes() == self._counts

@@ -322,9 +322,7 @@ METRICS = (
     ),
     Metric("redispatched_hit_tokens", "counter", "Of these, found.", ENGINE, _engines("redispatched_cached_tokens")),
     Metric("step_seconds", "histogram", "Execution of one step.", ENGINE, _distributions("step_seconds")),
-    Metric(
-        "step_tokens", "histogram", "Tokens scheduled in one step: its tray.", ENGINE, _distributions("step_tokens")
-    ),
+    Metric("step_tokens", "histogram", "Tokens scheduled in one step.", ENGINE, _distributions("step_tokens")),
     Metric(
         "step_sequences", "counter", "Sequences scheduled, over all steps.", ENGINE, _engines("scheduled_sequences")
     ),

@@ -1,5 +1,5 @@
-"""Which engines serve the next request: pure functions over what the router knows. All or nothing: a pair, one alone,
-or None (wait).
+"""Which engines serve the next request: pure functions over what the router knows. All or nothing: a pair, one
+colocated, or None (wait).
 
 `pick` gates and pairs; a `Choose` ranks the candidates of one pool. Statuses may be old: `STALE_STATUS_S` is the rule
 for that.
@@ -162,7 +162,7 @@ POLICIES: dict[str, Policy] = {
 }
 """By name, as `router.policy` gives it: the one list of them."""
 
-Disaggregation = Literal["auto", "strict", "off"]
+Disaggregation = Literal["auto", "strict", "colocated"]
 
 
 def pick(
@@ -174,8 +174,8 @@ def pick(
     disaggregation: Disaggregation,
     min_disaggregated_tokens: int,
 ) -> Route | None:
-    """A decode engine serves alone when the prompt it lacks is short, or (not in strict) when no live prefill engine
-    can take it.
+    """A decode engine serves colocated when the prompt it lacks is short, or (not in strict) when no live prefill
+    engine can take it.
 
     Which it can do only if its own limits allow: else the request waits for a prefill engine.
     """
@@ -183,9 +183,9 @@ def pick(
     if not free_decode:
         return None
     chosen = choose(free_decode, ask)
-    able = _able(prefill, ask) if disaggregation != "off" else []
-    alone = ask.num_uncached(chosen) < min_disaggregated_tokens or (not able and disaggregation != "strict")
-    if alone and chosen.takes(ask):
+    able = _able(prefill, ask) if disaggregation != "colocated" else []
+    colocated = ask.num_uncached(chosen) < min_disaggregated_tokens or (not able and disaggregation != "strict")
+    if colocated and chosen.takes(ask):
         return Route(None, chosen.address)
     free_prefill = [r for r in able if r.has_room]
     return Route(choose(free_prefill, ask).address, chosen.address) if free_prefill else None
@@ -207,7 +207,7 @@ def too_large_for_all(
         return any(r.state == "up" for r in prefill) and not _able(prefill, ask)
     if any(r.takes(ask) for r in able_decode):
         return False
-    return disaggregation == "off" or not _able(prefill, ask)
+    return disaggregation == "colocated" or not _able(prefill, ask)
 
 
 def num_places(
@@ -220,7 +220,7 @@ def num_places(
     """How many such requests `pick` places one after the other, at least: more where some need no prefill engine."""
     num_decode = sum(r.num_places for r in decode if r.holds(ask))
     able = _able(prefill, ask)
-    if disaggregation == "off" or (not able and disaggregation == "auto"):
+    if disaggregation == "colocated" or (not able and disaggregation == "auto"):
         return num_decode
     return min(num_decode, sum(r.num_places for r in able))
 

@@ -61,7 +61,7 @@ class ActiveRequest:
     """An accepted request that is not closed: QUEUED while it has no `key`, ACTIVE while it has one."""
 
     request: ClientRequest
-    slot: int
+    request_number: int
     max_tokens: int
     accepted_at: float
     since: float
@@ -72,7 +72,7 @@ class ActiveRequest:
     attempt: int = 0
     num_failures: int = 0
     prefill: Address | None = None
-    """None when decode serves alone, or has taken over from an engine that died."""
+    """None when decode serves colocated, or has taken over from an engine that died."""
     decode: Address | None = None
     prefill_load: AttemptLoad = NO_LOAD
     decode_load: AttemptLoad = NO_LOAD

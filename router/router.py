@@ -1,7 +1,7 @@
 """The life of every request: R's table of the handoff protocol, row by row. The router owns requests and nothing else.
 
-1. `submit`: checked against what the engines can hold, then it waits in one line       QUEUED
-2. `tick`: the policy picks a pair, or a decode engine alone; both get the request      ACTIVE
+1. `submit`: checked against what the engines can hold, then it waits in one queue      QUEUED
+2. `tick`: the policy picks a pair, or a decode engine colocated; both get the request      ACTIVE
 3. `StepTokens`: what lies beyond the delivered tokens goes to the client, once         ACTIVE
 4. failed, returned, an engine down: the other is told, the next attempt gets
    prompt + delivered tokens                                                            QUEUED
@@ -34,9 +34,9 @@ from protocol.messages import (
     AbortRequest,
     Address,
     End,
+    EngineRequest,
     Envelope,
     FinishReason,
-    GenerateRequest,
     Hello,
     Message,
     PeerGap,
@@ -73,10 +73,10 @@ class Router:
         self._random = random.Random(seed)
         self._fleet = Fleet(clock, self.outbox, replica_timeout_s=config.replica_timeout_s)
         self._open: dict[int, ActiveRequest] = {}
-        self._slots: dict[str, int] = {}
-        self._line = AdmissionQueue(config.max_queue)
+        self._request_numbers: dict[str, int] = {}
+        self._waiting = AdmissionQueue(config.max_queue)
         self._timers: Timers[int] = Timers()
-        self._num_slots = 0
+        self._num_numbered = 0
         self._status_at = clock()
         self._status_seq = 0
         self._draining = False
@@ -85,13 +85,13 @@ class Router:
         """Requests that the drain deadline has ended."""
         self.counters: dict[str, float] = dict.fromkeys(
             (
-                *("accepted", "retries", "returned", "disaggregated", "alone", "ignored"),
+                *("accepted", "retries", "returned", "disaggregated", "colocated", "ignored"),
                 *("prompt_tokens", "delivered_tokens", "repeated_tokens"),
             ),
             0,
         )
-        """`disaggregated`, `alone`: attempts as dispatched. How requests end is counted where their clients are told,
-        in the front door.
+        """`disaggregated`, `colocated`: attempts as dispatched. How requests end is counted where their clients are
+        told, in the front door.
         """
         self.inter_token = Histogram(SECONDS)
         """Seconds between the arrivals of two tokens of one answer; tokens that come together are 0 apart."""
@@ -100,7 +100,7 @@ class Router:
         for one step.
         """
         self._logprobs: dict[tuple[int, int, int], TokenLogprobs] = {}
-        """Of the message in hand, by (slot, attempt, index in the whole answer)."""
+        """Of the message in hand, by (request_number, attempt, index in the whole answer)."""
         self._locksteps: dict[Address, Lockstep] = {}
         """By decode engine; dropped when anything but the engine's next tokens befalls one of the requests."""
         self._handlers: dict[type, Callable[[Envelope], None]] = {
@@ -119,7 +119,7 @@ class Router:
         if (refusal := self._refusal()) is not None:
             raise refusal
         max_tokens = [self._check(request) for request in requests]
-        self._line.check_room(len(requests), self._num_places(requests, max_tokens))
+        self._waiting.check_room(len(requests), self._num_places(requests, max_tokens))
         for request, limit in zip(requests, max_tokens, strict=True):
             self._accept(request, limit)
         self._dispatch()
@@ -136,7 +136,7 @@ class Router:
 
     def _check(self, request: ClientRequest) -> int:
         """Returns the answer's length limit in tokens; raises a RequestError for what can never be served."""
-        if request.request_id in self._slots:
+        if request.request_id in self._request_numbers:
             raise InvalidRequest("request_id", request.request_id, "already in use")
         limits = self._fleet.limits
         assert limits is not None, "a decode engine is up"
@@ -155,16 +155,16 @@ class Router:
         now = self._clock()
         if request.sampling.seed is None:
             request = replace(request, sampling=replace(request.sampling, seed=self._random.getrandbits(63)))
-        slot = self._num_slots
-        self._num_slots += 1
-        self._open[slot] = ActiveRequest(request, slot, max_tokens, now, now)
-        self._slots[request.request_id] = slot
-        self._line.push(slot, request.priority)
+        request_number = self._num_numbered
+        self._num_numbered += 1
+        self._open[request_number] = ActiveRequest(request, request_number, max_tokens, now, now)
+        self._request_numbers[request.request_id] = request_number
+        self._waiting.push(request_number, request.priority)
         log.debug("request accepted", extra={"request_id": request.request_id, "max_tokens": max_tokens})
         self.counters["accepted"] += 1
         self.counters["prompt_tokens"] += len(request.prompt_token_ids)
         if request.deadline_s is not None:
-            self._timers.set(slot, now + request.deadline_s)
+            self._timers.set(request_number, now + request.deadline_s)
 
     def _check_prompt(self, limits: Limits, num_prompt: int, max_tokens: int) -> None:
         """Refuses a prompt that nobody can compute: for good where no engine ever seen can, for now while those that
@@ -173,11 +173,11 @@ class Router:
         In strict there is no silent fallback: a prefill engine that is up must hold even the last retry of a request.
         """
         mode = self._config.disaggregation
-        alone = 0 if mode == "strict" else limits.max_prompt_tokens
-        if num_prompt <= alone:
+        colocated = 0 if mode == "strict" else limits.max_prompt_tokens
+        if num_prompt <= colocated:
             return
         up = [r for r in self._fleet.pool("prefill") if r.state == "up"]
-        longest = alone if mode == "off" else max(alone, self._fleet.max_prefill_tokens)
+        longest = colocated if mode == "colocated" else max(colocated, self._fleet.max_prefill_tokens)
         if num_prompt > longest:
             raise InvalidRequest(
                 "prompt", f"{num_prompt} tokens", f"the longest prompt that an engine computes has {longest} tokens"
@@ -256,10 +256,10 @@ class Router:
         self._drain_at = self._clock() + deadline_s
 
     def tick(self) -> None:
-        """Deadlines, silent engines, the drain deadline, the status, the waiting line."""
+        """Deadlines, silent engines, the drain deadline, the status, the waiting queue."""
         now = self._clock()
-        for slot in self._timers.due(now):
-            entry = self._open[slot]
+        for request_number in self._timers.due(now):
+            entry = self._open[request_number]
             self._abort_engines(entry, "deadline")
             self._close(entry, None, DeadlineExceeded(f"deadline: {entry.request.deadline_s} s have passed"))
         if self._config.queue_ttl_s is not None:
@@ -294,7 +294,7 @@ class Router:
     @property
     def num_queued(self) -> int:
         """Requests that wait here for engines with room."""
-        return len(self._line)
+        return len(self._waiting)
 
     @property
     def oldest_queued_s(self) -> float:
@@ -324,22 +324,22 @@ class Router:
         if message.router_epoch != self.address.epoch:
             self.counters["ignored"] += 1
             return
-        if len(message.slots):
+        if len(message.request_numbers):
             now, lockstep = self._clock(), self._locksteps.get(sender)
             if lockstep is not None and lockstep.goes_on(message):
-                self.inter_token.observe(now - lockstep.at, len(message.slots))
-                self.counters["delivered_tokens"] += len(message.slots)
+                self.inter_token.observe(now - lockstep.at, len(message.request_numbers))
+                self.counters["delivered_tokens"] += len(message.request_numbers)
                 self.events.append(lockstep.advance(message, now))
             else:
                 self._on_rows(message, sender, now)
-        for slot, attempt, seconds, num_cached in message.stages:
-            entry = self._current(sender, slot, attempt)
+        for request_number, attempt, seconds, num_cached in message.stages:
+            entry = self._current(sender, request_number, attempt)
             if entry is not None:
                 entry.attempt_stages.update(seconds)
                 if entry.num_cached_tokens is None and not entry.first_offset:
                     entry.num_cached_tokens = num_cached  # of an attempt with delivered tokens it would be its own work
         for end in message.ends:
-            entry = self._current(sender, end.slot, end.attempt)
+            entry = self._current(sender, end.request_number, end.attempt)
             if entry is not None:
                 self._on_end(entry, sender, end)
 
@@ -348,16 +348,18 @@ class Router:
         self._locksteps.pop(sender, None)
         start, token_ids, entries = 0, message.token_ids.tolist(), []
         delivered = Delivered([], [], [], {})
-        self._logprobs = {(slot, attempt, offset): values for slot, attempt, offset, values in message.logprobs}
+        self._logprobs = {
+            (request_number, attempt, offset): values for request_number, attempt, offset, values in message.logprobs
+        }
         rows = zip(
-            message.slots.tolist(),
+            message.request_numbers.tolist(),
             message.attempts.tolist(),
             message.offsets.tolist(),
             message.counts.tolist(),
             strict=True,
         )
-        for slot, attempt, offset, count in rows:
-            entry = self._current(sender, slot, attempt)
+        for request_number, attempt, offset, count in rows:
+            entry = self._current(sender, request_number, attempt)
             if entry is not None:
                 self._deliver(entry, sender, offset, token_ids[start : start + count], now, delivered)
                 entries.append(entry)
@@ -371,9 +373,9 @@ class Router:
         if (lockstep := Lockstep.begin(message, sender, entries, now)) is not None:
             self._locksteps[sender] = lockstep
 
-    def _current(self, sender: Address, slot: int, attempt: int) -> ActiveRequest | None:
+    def _current(self, sender: Address, request_number: int, attempt: int) -> ActiveRequest | None:
         """The request a row is about, if that attempt is still the one that counts and `sender` works on it."""
-        entry = self._open.get(slot)
+        entry = self._open.get(request_number)
         if (
             entry is None
             or entry.key is None
@@ -415,7 +417,9 @@ class Router:
             if entry.request.sampling.logprobs is not None:
                 indices = range(num_delivered, num_delivered + len(new))
                 logprobs = tuple(
-                    values for index in indices if (values := self._logprobs.get((entry.slot, entry.attempt, index)))
+                    values
+                    for index in indices
+                    if (values := self._logprobs.get((entry.request_number, entry.attempt, index)))
                 )
                 if len(logprobs) < len(new):
                     raise ProtocolError(f"{entry.key}: logprobs of {len(logprobs)} tokens came with {len(new)} tokens")
@@ -448,12 +452,12 @@ class Router:
 
         Not so one that only engines which are away could serve: it keeps its place and lets the others pass.
         """
-        if not len(self._line):
+        if not len(self._waiting):
             return
         set_aside: list[ActiveRequest] = []
         prefill, decode, mode = self._fleet.pool("prefill"), self._fleet.pool("decode"), self._config.disaggregation
-        while (slot := self._line.head()) is not None:
-            entry = self._open[slot]
+        while (request_number := self._waiting.head()) is not None:
+            entry = self._open[request_number]
             ask = self._ask(entry)
             chosen = pick(
                 POLICIES[self._config.policy].choose,
@@ -465,13 +469,13 @@ class Router:
             )
             if chosen is None and not too_large_for_all(prefill, decode, ask, disaggregation=mode):
                 break
-            self._line.remove(slot)
+            self._waiting.remove(request_number)
             if chosen is None:
                 set_aside.append(entry)
             else:
                 self._start_attempt(entry, chosen, ask)
         for entry in reversed(set_aside):
-            self._line.push(entry.slot, entry.request.priority, front=True)
+            self._waiting.push(entry.request_number, entry.request.priority, front=True)
 
     def _ask(self, entry: ActiveRequest) -> PlacementRequest:
         """What the policies know of a request; its hashes, of the prompt alone, are computed once, and only if a policy
@@ -505,10 +509,10 @@ class Router:
         prompt = request.prompt_token_ids
         if entry.delivered:
             prompt = np.concatenate([prompt, np.asarray(entry.delivered, dtype=np.int32)])
-        message = GenerateRequest(
+        message = EngineRequest(
             key=entry.key,
-            slot=entry.slot,
-            role="alone" if chosen.prefill is None else "decode",
+            request_number=entry.request_number,
+            role="colocated" if chosen.prefill is None else "decode",
             peer=chosen.prefill,
             prompt_token_ids=prompt,
             offset=len(entry.delivered),
@@ -522,7 +526,7 @@ class Router:
         self.outbox.append((chosen.decode, message))
         entry.decode_load = self._fleet.load_of(chosen.decode, ask)
         self._fleet.load(chosen.decode, entry.decode_load)
-        self.counters["alone" if chosen.prefill is None else "disaggregated"] += 1
+        self.counters["colocated" if chosen.prefill is None else "disaggregated"] += 1
         if chosen.prefill is not None:
             self.outbox.append((chosen.prefill, replace(message, role="prefill", peer=chosen.decode)))
             entry.prefill_load = self._fleet.load_of(chosen.prefill, ask)
@@ -543,7 +547,7 @@ class Router:
         entry.spent("lost_attempts", self._clock())
         entry.attempt_stages.clear()
         self._leave_attempt(entry)
-        self._line.push(entry.slot, entry.request.priority, front=front)
+        self._waiting.push(entry.request_number, entry.request.priority, front=front)
 
     def _failed(self, entry: ActiveRequest, error: str) -> None:
         """One attempt failed: try again from what was delivered, or give up."""
@@ -596,10 +600,10 @@ class Router:
         """The one terminal event."""
         stages = entry.close_stages(self._clock())
         self._leave_attempt(entry)
-        self._line.remove(entry.slot)
-        self._timers.cancel(entry.slot)
-        del self._open[entry.slot]
-        del self._slots[entry.request.request_id]
+        self._waiting.remove(entry.request_number)
+        self._timers.cancel(entry.request_number)
+        del self._open[entry.request_number]
+        del self._request_numbers[entry.request.request_id]
         num_cached = 0 if entry.num_cached_tokens is None else entry.num_cached_tokens
         usage = Usage(len(entry.request.prompt_token_ids), num_cached, len(entry.delivered))
         self.events.append(
@@ -618,9 +622,11 @@ class Router:
             self._close(entry, None, DeadlineExceeded(f"waited longer than queue_ttl_s = {self._config.queue_ttl_s}"))
 
     def _find(self, request_id: str) -> ActiveRequest | None:
-        slot = self._slots.get(request_id)
-        return None if slot is None else self._open[slot]
+        request_number = self._request_numbers.get(request_id)
+        return None if request_number is None else self._open[request_number]
 
     def _send_status(self, to: Address | None = None) -> None:
         self._status_seq += 1
-        self._fleet.send_status(self.address.epoch, self._status_seq, to, returns=self._config.disaggregation != "off")
+        self._fleet.send_status(
+            self.address.epoch, self._status_seq, to, returns=self._config.disaggregation != "colocated"
+        )

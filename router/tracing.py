@@ -8,17 +8,19 @@
     └── decode
 
 What no stage accounts for (`messages`, `deliver`) is no span: so far a child may begin earlier than it did. Exact are
-the durations; every stage by itself is an attribute of `generate`. Only with an endpoint are the packages looked for:
+the durations; every stage by itself is an attribute of `generate`, beside what was asked and billed under the names of
+OpenTelemetry's conventions for generative AI (`gen_ai.*`). Only with an endpoint are the packages looked for:
 `pip install 'twopass[tracing]'`.
 """
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
 from protocol.errors import ConfigError
+from router.admission import ClientRequest
 from router.request import Ended
 from twopass.proxy import is_loopback
 
@@ -48,6 +50,9 @@ class CallTrace(Protocol):
 
     traceparent: str
 
+    def asked(self, model: str, call_id: str, requests: Sequence[ClientRequest]) -> None:
+        """The call is accepted: one request for each answer, alike but for id and seed."""
+
     def answered(self, index: int, ended: Ended, told: str, tokenize_s: float) -> None:
         """An answer has ended. `told`: how, for its client. `tokenize_s`: between the call's arrival and its way into
         the queue.
@@ -70,6 +75,9 @@ class Untraced:
 
     def begin(self, traceparent: str) -> CallTrace:
         return Untraced(valid_traceparent(traceparent))
+
+    def asked(self, model: str, call_id: str, requests: Sequence[ClientRequest]) -> None:
+        pass
 
     def answered(self, index: int, ended: Ended, told: str, tokenize_s: float) -> None:
         pass
@@ -108,10 +116,26 @@ class _CallSpans:
         carrier: dict[str, str] = {}
         w3c.inject(carrier, self._context)
         self.traceparent = carrier["traceparent"]
+        self._told: list[str] = []
+        """How each answer ended so far."""
+        self._num_output_tokens = 0
+
+    def asked(self, model: str, call_id: str, requests: Sequence[ClientRequest]) -> None:
+        self._span.set_attributes(_request_attributes(model, requests[0], len(requests)))
+        self._span.set_attribute("gen_ai.response.id", call_id)
 
     def answered(self, index: int, ended: Ended, told: str, tokenize_s: float) -> None:
         self._span.set_attributes({f"twopass.{index}.{stage}_s": seconds for stage, seconds in ended.stages.items()})
         self._span.set_attributes({f"twopass.{index}.attempts": ended.attempts, f"twopass.{index}.ended": told})
+        self._told.append(told)
+        self._num_output_tokens += ended.usage.completion_tokens
+        self._span.set_attributes(
+            {
+                "gen_ai.response.finish_reasons": self._told,
+                "gen_ai.usage.output_tokens": self._num_output_tokens,
+                "gen_ai.usage.cache_read.input_tokens": ended.usage.cached_tokens,
+            }
+        )
         at_ns = self._arrived_ns + _ns(tokenize_s + ended.stages.get("lost_attempts", 0.0))
         for name, stages in STAGES.items():
             found = [ended.stages[stage] for stage in stages if stage in ended.stages]
@@ -129,6 +153,27 @@ class _CallSpans:
         if code != "OK":
             self._span.set_status(StatusCode.ERROR, code)
         self._span.end(self._wall_ns())
+
+
+def _request_attributes(model: str, request: ClientRequest, num_answers: int) -> dict[str, str | int | float]:
+    """As OpenTelemetry's semantic conventions for generative AI name them; what was not asked for is left out."""
+    sampling = request.sampling
+    asked: dict[str, str | int | float | None] = {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "twopass",
+        "gen_ai.request.model": model,
+        "gen_ai.response.model": model,
+        "gen_ai.request.choice.count": num_answers,
+        "gen_ai.request.max_tokens": request.max_tokens,
+        "gen_ai.request.seed": sampling.seed,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_k": sampling.top_k if sampling.top_k > 0 else None,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
+        "gen_ai.request.presence_penalty": sampling.presence_penalty,
+        "gen_ai.usage.input_tokens": len(request.prompt_token_ids),
+    }
+    return {name: value for name, value in asked.items() if value is not None}
 
 
 def _ns(seconds: float) -> int:

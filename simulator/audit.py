@@ -5,7 +5,7 @@ of itself.
 from collections.abc import Iterable
 
 from protocol.clock import VirtualClock
-from protocol.messages import Address, Envelope, GenerateRequest
+from protocol.messages import Address, EngineRequest, Envelope
 from router.router import Router
 from simulator.engine_audit import EngineAudit
 from simulator.refusals import Refusals
@@ -40,7 +40,7 @@ class Audit:
         return audit
 
     def router_says(self, envelope: Envelope) -> None:
-        if isinstance(envelope.message, GenerateRequest):
+        if isinstance(envelope.message, EngineRequest):
             self.router.dispatched(envelope.receiver, envelope.message)
 
     def check_end(self, replicas: Iterable[Replica], *, router_alive: bool) -> None:

@@ -11,8 +11,8 @@ from protocol.clock import VirtualClock
 from protocol.messages import (
     ROUTER_ID,
     AbortRequest,
+    EngineRequest,
     Envelope,
-    GenerateRequest,
     KVHandoff,
     KVRelease,
     KVRevoke,
@@ -33,15 +33,15 @@ class WatchedLeases(LeaseTable):
 
     def __init__(self, words: Words, epoch: int, audit: "EngineAudit") -> None:
         super().__init__(words, epoch)
-        self._book = audit
+        self._audit = audit
 
-    def write(self, slot: int, lease_id: int) -> None:
-        super().write(slot, lease_id)
-        self._book.lease_begins(lease_id)
+    def write(self, index: int, lease_id: int) -> None:
+        super().write(index, lease_id)
+        self._audit.lease_begins(lease_id)
 
-    def clear(self, slot: int) -> None:
-        self._book.lease_ends(int(self._words[slot]))
-        super().clear(slot)
+    def clear(self, index: int) -> None:
+        self._audit.lease_ends(int(self._words[index]))
+        super().clear(index)
 
 
 class EngineAudit:
@@ -57,7 +57,9 @@ class EngineAudit:
         self._met: Counter[RequestKey] = Counter()
         """Times a decode engine came to know of an attempt: as often it may release its lease."""
         self._repeats: set[tuple[int, int, int]] = set()
-        """(router epoch, slot, attempt) whose first row will repeat the token that a prefill engine sampled."""
+        """(router epoch, request number, attempt) whose first row will repeat the token that a prefill engine
+        sampled.
+        """
         self._router_epoch = 0
         """Newest met."""
         self._num_seats = 0
@@ -105,7 +107,7 @@ class EngineAudit:
         if envelope.sender.replica_id == ROUTER_ID:
             self._router_epoch = max(self._router_epoch, envelope.sender.epoch)
         self._refusals.heard(self._replica, envelope)
-        if not isinstance(message, GenerateRequest | KVHandoff | KVRevoke):
+        if not isinstance(message, EngineRequest | KVHandoff | KVRevoke):
             return
         known = self._replica.service.keys()
         self._met[message.key] += message.key not in known
@@ -113,10 +115,10 @@ class EngineAudit:
             return
         if isinstance(message, KVHandoff):
             self._router_epoch = max(self._router_epoch, message.key.router_epoch)
-        elif isinstance(message, GenerateRequest) and message.key.router_epoch == self._router_epoch:
+        elif isinstance(message, EngineRequest) and message.key.router_epoch == self._router_epoch:
             self._counted["requests"] += 1
             if message.role == "decode":
-                self._repeats.add((message.key.router_epoch, message.slot, message.key.attempt))
+                self._repeats.add((message.key.router_epoch, message.request_number, message.key.attempt))
 
     def says(self, envelope: Envelope) -> None:
         """What the service has put out. I6: decode answers once for each time it came to know of an attempt."""
@@ -134,8 +136,10 @@ class EngineAudit:
     def _num_repeated(self, message: StepTokens) -> int:
         if not self._repeats:
             return 0
-        rows = zip(message.slots.tolist(), message.attempts.tolist(), strict=True)
-        repeated = self._repeats.intersection((message.router_epoch, slot, attempt) for slot, attempt in rows)
+        rows = zip(message.request_numbers.tolist(), message.attempts.tolist(), strict=True)
+        repeated = self._repeats.intersection(
+            (message.router_epoch, request_number, attempt) for request_number, attempt in rows
+        )
         self._repeats -= repeated
         return len(repeated)
 
@@ -176,7 +180,9 @@ class EngineAudit:
             )
         if batch is not None and (passed_over := scheduler.passed_over):
             alone = passed_over == scheduler.running_ids[:1]
-            self._require(alone, f"I14: a step of {self._name} gives {batch.tray()}, and {passed_over} nothing")
+            self._require(
+                alone, f"I14: a step of {self._name} gives {batch.num_scheduled_tokens()}, and {passed_over} nothing"
+            )
 
     # ---- the end
 

@@ -166,7 +166,7 @@ class Engines:
             if batch is None:
                 return
             if self._queue.logged:
-                self._queue.note(f"{replica.name}: step {batch.tray()}")
+                self._queue.note(f"{replica.name}: step {batch.num_scheduled_tokens()}")
             seconds = self._scenario.step_seconds(batch) + self._scenario.copy_block_s * _num_copies(batch)
             if self._queue.chance(self._scenario.faults.stall):
                 seconds += self._queue.random.uniform(1.0, 15.0)

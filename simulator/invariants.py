@@ -93,8 +93,10 @@ class Invariants:
         """I1, source: while a lease's word is set, none of its blocks can be allocated."""
         assert replica.words is not None
         for lease in service.leases():
-            if replica.words[lease.slot] != lease.lease_id:
-                self._fail(f"I1: the word of live lease {lease.lease_id:#x} is {int(replica.words[lease.slot]):#x}")
+            if replica.words[lease.word_index] != lease.lease_id:
+                self._fail(
+                    f"I1: the word of live lease {lease.lease_id:#x} is {int(replica.words[lease.word_index]):#x}"
+                )
             if not replica.scheduler.blocks.all_owned(lease.block_ids):
                 self._fail(f"I1: a block of live lease {lease.lease_id:#x} is allocatable")
 

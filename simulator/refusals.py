@@ -17,7 +17,7 @@ class Refusals:
         self._seed, self._clock = seed, clock
         self.router: Router | None = None
         self._told: set[tuple[int, int, int]] = set()
-        """(router epoch, slot, attempt) of every end that an engine has put out."""
+        """(router epoch, request_number, attempt) of every end that an engine has put out."""
         self._open: list[Envelope] = []
         """Refusals that a prefill engine is handling."""
 
@@ -34,7 +34,7 @@ class Refusals:
             self._open.append(envelope)
 
     def said(self, message: StepTokens) -> None:
-        self._told.update((message.router_epoch, end.slot, end.attempt) for end in message.ends)
+        self._told.update((message.router_epoch, end.request_number, end.attempt) for end in message.ends)
 
     def check(self) -> None:
         """After the engine has said what it had to say. Of a decode engine that was replaced the router learns from its
@@ -44,7 +44,7 @@ class Refusals:
             message = envelope.message
             assert isinstance(message, KVRelease)
             for entry in self.router.active() if self.router is not None else ():
-                told = (message.key.router_epoch, entry.slot, message.key.attempt) in self._told
+                told = (message.key.router_epoch, entry.request_number, message.key.attempt) in self._told
                 if entry.key == message.key and entry.decode == envelope.sender and not told:
                     what = (
                         f"the refusal of {message.key.request_id}#{message.key.attempt} is told by nobody: "

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from protocol.block_hash import chain_hashes, root_hash
 from protocol.clock import VirtualClock
 from protocol.errors import InvalidRequest, RequestError, RequestFailed
-from protocol.messages import Address, Envelope, GenerateRequest, Hello, StepTokens
+from protocol.messages import Address, EngineRequest, Envelope, Hello, StepTokens
 from router.request import Ended
 from router.router import Router
 from simulator.replica import LAYOUT
@@ -21,7 +21,7 @@ class _Attempt(NamedTuple):
 
     number: int
     decode: Address
-    alone: bool
+    colocated: bool
 
 
 class RouterAudit:
@@ -35,7 +35,7 @@ class RouterAudit:
         """ActiveRequest requests."""
         self._due_at: dict[str, float] = {}
         """Deadlines of those that have one."""
-        self._slots: dict[int, str] = {}
+        self._request_numbers: dict[int, str] = {}
         """Request ids."""
         self._attempts: dict[str, _Attempt] = {}
         self._prefill_greeted = False
@@ -69,12 +69,12 @@ class RouterAudit:
             return False
         mode, prefill, decode = scenario.router.disaggregation, scenario.prefill, scenario.decode
         num_tokens = num_prompt + min(request.max_tokens or 0, max_len - num_prompt) - 1
-        alone, split = (num_prompt <= pool.max_prompt_tokens(pool.num_blocks) for pool in (decode, prefill))
+        colocated, split = (num_prompt <= pool.max_prompt_tokens(pool.num_blocks) for pool in (decode, prefill))
         if num_tokens > (decode.num_blocks - 1) * decode.block_size:
             return False
         if mode == "strict":
             return split and num_tokens <= min((prefill.num_blocks - 1) * prefill.block_size, prefill.max_model_len - 1)
-        return alone or (split and self._prefill_greeted and mode == "auto")
+        return colocated or (split and self._prefill_greeted and mode == "auto")
 
     def ended(self, client: Client, event: Ended) -> None:
         """I10: its stages add up to its time, and it is billed what came."""
@@ -101,7 +101,7 @@ class RouterAudit:
         last = self._attempts[name]
         path = (
             "colocated"
-            if last.alone
+            if last.colocated
             else "disaggregated"
             if (name, last.number) in self._decode_spoke
             else "prefill_only"
@@ -115,27 +115,27 @@ class RouterAudit:
 
     # ---- at the wire
 
-    def dispatched(self, receiver: Address, message: GenerateRequest) -> None:
+    def dispatched(self, receiver: Address, message: EngineRequest) -> None:
         name = message.key.request_id
         if message.role == "prefill":
             self._counted["disaggregated"] += 1
             self._require(
-                self._scenario.router.disaggregation != "off",
-                f"I12: {name} is disaggregated, and disaggregation is off",
+                self._scenario.router.disaggregation != "colocated",
+                f"I12: {name} is disaggregated, and disaggregation is colocated",
             )
             return
-        if message.role == "alone":
-            self._counted["alone"] += 1
+        if message.role == "colocated":
+            self._counted["colocated"] += 1
             self._check_fallback(receiver, message)
-        self._slots[message.slot] = name
-        self._attempts[name] = _Attempt(message.key.attempt, receiver, message.role == "alone")
+        self._request_numbers[message.request_number] = name
+        self._attempts[name] = _Attempt(message.key.attempt, receiver, message.role == "colocated")
 
-    def _check_fallback(self, receiver: Address, message: GenerateRequest) -> None:
-        """I12: a decode engine serves alone because it was asked to, because the prompt is short there, or because
+    def _check_fallback(self, receiver: Address, message: EngineRequest) -> None:
+        """I12: a decode engine serves colocated because it was asked to, because the prompt is short there, or because
         nobody else can.
         """
         config, num_tokens = self._scenario.router, len(message.prompt_token_ids)
-        if config.disaggregation == "off":
+        if config.disaggregation == "colocated":
             return
         if (
             config.min_disaggregated_tokens
@@ -152,10 +152,10 @@ class RouterAudit:
         able = [r for r in prefill if r.state == "up"] if num_tokens <= longest else []
         reason = config.disaggregation == "auto" and not able
         self._require(
-            reason, f"I12: {message.key.request_id} falls back to {receiver.replica_id} alone without a reason"
+            reason, f"I12: {message.key.request_id} falls back to {receiver.replica_id} colocated without a reason"
         )
 
-    def _num_cached(self, receiver: Address, message: GenerateRequest) -> int:
+    def _num_cached(self, receiver: Address, message: EngineRequest) -> int:
         """Tokens of the prompt that the decode engine holds already, as its statuses told the router."""
         size, shown = (
             self._scenario.decode.block_size,
@@ -170,8 +170,8 @@ class RouterAudit:
         self._prefill_greeted |= isinstance(message, Hello) and message.role == "prefill"
         if not isinstance(message, StepTokens) or message.router_epoch != self._router.address.epoch:
             return
-        for slot, number in zip(message.slots.tolist(), message.attempts.tolist(), strict=True):
-            name = self._slots[slot]
+        for request_number, number in zip(message.request_numbers.tolist(), message.attempts.tolist(), strict=True):
+            name = self._request_numbers[request_number]
             if self._attempts[name].number == number and self._attempts[name].decode == envelope.sender:
                 self._decode_spoke.add((name, number))
 
@@ -180,7 +180,7 @@ class RouterAudit:
     def check(self) -> None:
         """At the end of the router's life, or of the run: its counters say what happened."""
         told, counted, num_open = self._router.counters, self._counted, self._router.num_open
-        for name in ("accepted", "prompt_tokens", "disaggregated", "alone"):
+        for name in ("accepted", "prompt_tokens", "disaggregated", "colocated"):
             self._require(
                 told[name] == counted[name], f"I10: the router counts {told[name]:g} {name}, {counted[name]} were"
             )
@@ -191,6 +191,6 @@ class RouterAudit:
         if not num_open:
             for name, count in (
                 ("delivered_tokens", told["delivered_tokens"]),
-                ("attempts", told["disaggregated"] + told["alone"]),
+                ("attempts", told["disaggregated"] + told["colocated"]),
             ):
                 self._require(count == counted[name], f"I10: the router counts {count:g} {name}, {counted[name]} were")

@@ -27,7 +27,7 @@ from router.request import Ended
 HORIZON_S = 400.0
 """Virtual seconds after which a run that is not quiet counts as stuck."""
 MAX_MODEL_LEN = 96
-MODES: tuple[Literal["strict", "auto", "off"], ...] = ("strict", "auto", "auto", "auto", "off")
+MODES: tuple[Literal["strict", "auto", "colocated"], ...] = ("strict", "auto", "auto", "auto", "colocated")
 TRANSFER = TransferConfig(lease_s=1.0, revoke_s=1.0, pull_timeout_s=2.0)
 """A lease outlives a renewal that is as late as the wire can make it (a third of it, a tick, 0.3 s), and little more.
 """

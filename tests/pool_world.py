@@ -18,8 +18,8 @@ from protocol.messages import (
     Address,
     Drain,
     End,
+    EngineRequest,
     Envelope,
-    GenerateRequest,
     Hello,
     KVHandoff,
     PeerUp,
@@ -82,16 +82,16 @@ class World:
 
     def request(
         self, num_prompt: int = 10, *, name: str = "r", role: Any, peer: Address | None, **changes: Any
-    ) -> GenerateRequest:
+    ) -> EngineRequest:
         prompt = np.arange(1, num_prompt + 1, dtype=np.int32)
         fields: dict[str, Any] = {
             "key": key(name),
-            "slot": 7,
+            "request_number": 7,
             "offset": 0,
             "max_tokens": 4,
             "sampling": SamplingParams(),
         }
-        return GenerateRequest(role=role, peer=peer, prompt_token_ids=prompt, **(fields | changes))
+        return EngineRequest(role=role, peer=peer, prompt_token_ids=prompt, **(fields | changes))
 
     def pass_time(self, seconds: float) -> None:
         self.clock.advance_to(self.clock.now + seconds)
@@ -103,12 +103,12 @@ class World:
         self.pass_time(deadline_s)
 
     def step(self) -> dict[str, int]:
-        """One whole step; the tray it ran."""
+        """One whole step; what it scheduled."""
         batch = self.service.schedule()
         if batch is None:
             return {}
         self.service.commit(self.runner.execute(batch))
-        return batch.tray()
+        return batch.num_scheduled_tokens()
 
     def sent(self, kind: type | None = None) -> list[tuple[Address, Any]]:
         sent = [(to, message) for to, message in self.service.outbox if kind is None or isinstance(message, kind)]
@@ -180,7 +180,7 @@ class DecodeWorld(World):
         first_token_id: int = 77,
         **changes: Any,
     ) -> None:
-        """The prompt 1, 2, 3, ... lies in blocks 20, 21, ... of the source, under lease 9 in slot 2."""
+        """The prompt 1, 2, 3, ... lies in blocks 20, 21, ... of the source, under lease 9, whose word has index 2."""
         ready = num_prompt if ready is None else ready
         final = ready == num_prompt
         tokens = np.arange(1, num_prompt + 1)
@@ -189,7 +189,7 @@ class DecodeWorld(World):
         fields: dict[str, Any] = {
             "key": key(name),
             "lease_id": 9,
-            "lease_slot": 2,
+            "lease_index": 2,
             "lease_s": 30.0,
             "layout_fingerprint": LAYOUT,
         }

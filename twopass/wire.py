@@ -162,7 +162,7 @@ class ReplicaLoad:
     num_pulls: int | None
     transport: str
     counters: Mapping[str, float]
-    last_trays: list[dict[str, int]]
+    num_scheduled_tokens: list[dict[str, int]]
     """What the latest steps computed, oldest first: tokens by request id."""
 
 
@@ -333,7 +333,7 @@ def _to_replica_load(message: pb.ReplicaLoad) -> ReplicaLoad:
         num_pulls=reported("num_pulls"),
         transport=message.transport,
         counters=dict(message.counters),
-        last_trays=[dict(tray.num_tokens) for tray in message.last_trays],
+        num_scheduled_tokens=[dict(step.num_tokens) for step in message.num_scheduled_tokens],
     )
 
 

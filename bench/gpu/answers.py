@@ -60,7 +60,13 @@ def margin_over(runner: Runner, token_ids: Int32, other: int) -> float:
     scheduler = Scheduler(config, num_blocks=2 + MAX_TOKENS // config.block_size)
     sampling = SamplingParams(logprobs=NUM_TOP)
     scheduler.add(
-        Request(key=RequestKey(1, "margin", 1), slot=0, prompt_token_ids=token_ids, max_tokens=1, sampling=sampling)
+        Request(
+            key=RequestKey(1, "margin", 1),
+            request_number=0,
+            prompt_token_ids=token_ids,
+            max_tokens=1,
+            sampling=sampling,
+        )
     )
     batch = scheduler.schedule()
     assert batch is not None

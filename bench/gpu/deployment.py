@@ -67,7 +67,7 @@ class Deployment:
     def __init__(self, setting: Setting, kind: Kind, roles: Sequence[str], name: str) -> None:
         address = Address(ROUTER_ID, 1)
         config = RouterConfig(
-            disaggregation="strict" if "prefill" in roles else "off",
+            disaggregation="strict" if "prefill" in roles else "colocated",
             status_interval_s=STATUS_S,
             replica_timeout_s=TIMEOUT_S,
         )

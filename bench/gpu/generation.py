@@ -72,16 +72,16 @@ def engine_config(
 def generate(runner: Runner, config: EngineConfig, requests: Sequence[ClientRequest]) -> Answers:
     """All requests at once. With `async_scheduling` a step is launched before the one before it is known."""
     scheduler = Scheduler(config, num_blocks=config.num_blocks, proposer=NGramProposer())
-    for slot, asked in enumerate(requests):
+    for request_number, asked in enumerate(requests):
         assert asked.max_tokens is not None
         scheduler.add(
             Request(
                 key=RequestKey(1, asked.request_id, 1),
-                slot=slot,
+                request_number=request_number,
                 prompt_token_ids=asked.prompt_token_ids,
                 max_tokens=asked.max_tokens,
                 sampling=asked.sampling,
-                arrival=slot,
+                arrival=request_number,
             )
         )
     answers: Answers = {asked.request_id: [] for asked in requests}
@@ -93,8 +93,8 @@ def generate(runner: Runner, config: EngineConfig, requests: Sequence[ClientRequ
             return answers
         committed = scheduler.commit(in_flight.popleft().result())
         tokens = iter(committed.token_ids.tolist())
-        for slot, count in zip(committed.slots.tolist(), committed.counts.tolist(), strict=True):
-            answers[requests[slot].request_id] += [next(tokens) for _ in range(count)]
+        for request_number, count in zip(committed.request_numbers.tolist(), committed.counts.tolist(), strict=True):
+            answers[requests[request_number].request_id] += [next(tokens) for _ in range(count)]
 
 
 def launch(runner: Runner, batch: Batch) -> Launched:

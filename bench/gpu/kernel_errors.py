@@ -229,7 +229,7 @@ def _sampling(setting: Setting) -> Iterator[Item]:
     contexts = on_cpu.Contexts(
         np.arange(num_rows, dtype=np.int32), np.full(num_rows, num_known, np.int32), token_ids, token_ids[:, -1].copy()
     )
-    expected, _ = on_cpu.choose(torch.from_numpy(logits.copy()), table, contexts)
+    expected, _ = on_cpu.sample_tokens(torch.from_numpy(logits.copy()), table, contexts)
     chosen = _choose_on_device(setting, torch.from_numpy(logits).to(setting.device), table, contexts)
     num_unlike = int((chosen != expected).sum())
     columns = Column("rows"), Column("vocabulary"), Column("other token")

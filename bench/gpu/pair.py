@@ -16,14 +16,14 @@ from bench.gpu.setting import SHARED_MEMORY, Setting
 from protocol.messages import ReplicaStatus
 from router.admission import ClientRequest
 
-ALONE = "one engine, no transfer"
+COLOCATED = "one engine, no transfer"
 
 
 def run(setting: Setting) -> Iterator[Item]:
     requests = some_requests(setting, small_config(setting).vocab_size)
     answers: dict[str, Answers] = {}
     rows: list[tuple[Cell, ...]] = []
-    for what in (ALONE, *KINDS):
+    for what in (COLOCATED, *KINDS):
         try:
             answers[what], status = _answer(setting, what, requests)
         except RuntimeError as error:
@@ -31,9 +31,9 @@ def run(setting: Setting) -> Iterator[Item]:
             continue
         pulled, moved = int(status.counters["transferred_tokens"]), int(status.counters["pulled_bytes"])
         rows.append((what, len(requests), pulled, moved))
-        if pulled != (0 if what == ALONE else sum(len(asked.prompt_token_ids) for asked in requests)):
+        if pulled != (0 if what == COLOCATED else sum(len(asked.prompt_token_ids) for asked in requests)):
             yield Problem(f"{what}: the KV of {pulled} prompt tokens came by transfer")
-        if what != ALONE and status.transport != what:
+        if what != COLOCATED and status.transport != what:
             yield Problem(f"{what}: the decode engine reports transport {status.transport!r}")
     columns = Column("how"), Column("answers"), Column("prompt tokens transferred"), Column("transferred", "bytes")
     yield Table("a small random model in float32, real services and loops, two processes on one GPU", columns, rows)
@@ -43,14 +43,14 @@ def run(setting: Setting) -> Iterator[Item]:
     expected = generate(cpu, engine_config(setting), requests)
     for what, got in answers.items():
         yield from compare(what, requests, expected, got, cpu)
-        if what != ALONE and ALONE in answers:
-            equal = sum(got[name] == answers[ALONE][name] for name in got)
+        if what != COLOCATED and COLOCATED in answers:
+            equal = sum(got[name] == answers[COLOCATED][name] for name in got)
             yield Note(f"{what}: {equal} of {len(requests)} answers are those of the one engine, token by token")
 
 
 def _answer(setting: Setting, what: str, requests: list[ClientRequest]) -> tuple[Answers, ReplicaStatus]:
     """Answers, and what the decode engine says once it has counted all of them."""
-    roles, kind = (["decode"], KINDS[0]) if what == ALONE else (["prefill", "decode"], cast(Kind, what))
+    roles, kind = (["decode"], KINDS[0]) if what == COLOCATED else (["prefill", "decode"], cast(Kind, what))
     with Deployment(setting, kind, roles, f"{SHARED_MEMORY}{secrets.token_hex(4)}") as deployment:
         answers = deployment.answer(requests)
         generated_here = sum(

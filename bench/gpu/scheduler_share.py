@@ -77,18 +77,18 @@ def drive(runner: CUDARunner, config: EngineConfig, prompt: int, num_steps: int,
     """Times `num_steps` steps once all prompts are computed."""
     random = np.random.default_rng(seed)
     scheduler = Scheduler(config, num_blocks=config.num_blocks)
-    for slot in range(config.max_num_seqs):
+    for request_number in range(config.max_num_seqs):
         token_ids = random.integers(0, 90, prompt, dtype=np.int32)
         sampling = SamplingParams(ignore_eos=True)
-        key = RequestKey(1, f"request-{slot}", 1)
+        key = RequestKey(1, f"request-{request_number}", 1)
         scheduler.add(
             Request(
                 key=key,
-                slot=slot,
+                request_number=request_number,
                 prompt_token_ids=token_ids,
                 max_tokens=2 * num_steps,
                 sampling=sampling,
-                arrival=slot,
+                arrival=request_number,
             )
         )
     seconds, in_flight = Seconds(), deque[Launched]()

@@ -30,9 +30,9 @@ from engine.runners.cuda_sampling import (
     NO_SAMPLING_METADATA,
     Arrays,
     DeviceSamplingMetadata,
-    choose,
     device_sampling_metadata,
     reports,
+    sample_tokens,
 )
 from engine.runners.drafts import accept
 from engine.runners.host_copies import nothing_sampled
@@ -169,7 +169,7 @@ class CUDARunner:
         if x is None:
             return lambda: accept(plan, np.zeros(0, np.int32), {})
         last = sent["token_ids"].index_select(0, sent["sampled_tokens"])
-        chosen, logprobs = choose(float32_logits(x, self.model.lm_head), sent, last, metadata)
+        chosen, logprobs = sample_tokens(float32_logits(x, self.model.lm_head), sent, last, metadata)
         if batch.num_drafts is None:
             self._last.index_copy_(0, sent["sampled_rows"], chosen)
         tokens, told = fetch(chosen), [fetch(tensor) for tensor in logprobs or ()]

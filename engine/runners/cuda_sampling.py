@@ -2,7 +2,7 @@
 nothing may wait:
 
 metadata = device_sampling_metadata(...)  on the host, before the step is launched; its arrays travel with all else
-choose(logits, sent, last, metadata)      on the device, behind the model
+sample_tokens(logits, sent, last, metadata)      on the device, behind the model
 reports(metadata, ...)                    on the host, when the step is done
 """
 
@@ -76,7 +76,7 @@ def device_sampling_metadata(sampling: SamplingMetadata, contexts: Contexts, voc
     return DeviceSamplingMetadata(arrays, special[asks], sampling.num_logprobs[rows[asks]])
 
 
-def choose(
+def sample_tokens(
     logits: torch.Tensor, sent: Mapping[str, torch.Tensor], last: torch.Tensor, metadata: DeviceSamplingMetadata
 ) -> tuple[torch.Tensor, Logprobs | None]:
     """One token for each row of `logits`, float32 [S, vocab], int32 [S], and logprobs of those that asked.

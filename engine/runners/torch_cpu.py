@@ -21,7 +21,7 @@ from engine.runners.cpu_ops import CPUOps, TorchOps
 from engine.runners.drafts import accept
 from engine.runners.host_copies import HostCopies, nothing_sampled
 from engine.runners.step_plan import StepPlan, plan_step
-from engine.sampling import Contexts, choose, greedy
+from engine.sampling import Contexts, greedy, sample_tokens
 from protocol.errors import CapacityError
 
 
@@ -70,7 +70,9 @@ class TorchCPURunner:
             rows = np.repeat(batch.rows[plan.sampled], 1 + plan.num_drafts)
             num_known = (plan.positions[plan.sampled_tokens] + 1).astype(np.int32)
             last = plan.token_ids[plan.sampled_tokens].astype(np.int32)
-            output = accept(plan, *choose(logits, batch.sampling, Contexts(rows, num_known, batch.token_ids, last)))
+            output = accept(
+                plan, *sample_tokens(logits, batch.sampling, Contexts(rows, num_known, batch.token_ids, last))
+            )
         self._last[batch.rows[plan.sampled]] = output.token_ids[plan.sampled, output.counts[plan.sampled] - 1]
         output.swapped_bytes, output.swap_seconds = swapped_bytes, swap_seconds
         output.seconds = time.perf_counter() - started

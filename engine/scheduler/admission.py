@@ -1,4 +1,4 @@
-"""The second part of a schedule: who enters. Arrived sequences first, then the line, whose head alone is ever looked
+"""The second part of a schedule: who enters. Arrived sequences first, then the queue, whose head alone is ever looked
 at.
 """
 
@@ -23,11 +23,11 @@ def check_servable(state: SchedulerState, request: Request) -> None:
         raise InvalidRequest(
             "prompt_token_ids", num_prompt, f"at most max_model_len - 1 = {config.max_model_len - 1} tokens"
         )
-    known = _num_remote_tokens(request) if request.kv == "remote" else num_prompt
+    known = _num_destination_tokens(request) if request.kv == "consumer" else num_prompt
     if state.num_blocks(known) > state.blocks.num_usable:
         room = state.blocks.num_usable * config.block_size
         raise InvalidRequest("prompt_token_ids", num_prompt, f"the KV pool holds {room} tokens")
-    whole = not config.enable_chunked_prefill and request.kv != "remote" and not request.offset
+    whole = not config.enable_chunked_prefill and request.kv != "consumer" and not request.offset
     if whole and num_prompt > config.max_num_batched_tokens:
         limit = (
             f"at most max_num_batched_tokens = {config.max_num_batched_tokens} tokens while enable_chunked_prefill is "
@@ -49,14 +49,14 @@ def seat_arrived(state: SchedulerState, budget: int) -> int:
     return budget
 
 
-def serve_line(state: SchedulerState, budget: int, *, alone: bool) -> None:
-    """Admits and reserves from the head of the line until somebody does not fit."""
-    while (sequence := state.line.head()) is not None and not state.closed:
-        if sequence.kv == "remote":
+def admit_waiting(state: SchedulerState, budget: int, *, alone: bool) -> None:
+    """Admits and reserves from the head of the queue until somebody does not fit."""
+    while (sequence := state.waiting.head()) is not None and not state.closed:
+        if sequence.kv == "consumer":
             if not _reserve(state, sequence):
                 break
         elif state.num_blocks(len(sequence.tokens)) > state.blocks.num_usable:
-            state.line.pop()
+            state.waiting.pop()
             state.drop_swapped(sequence)
             del state.live[sequence.request.key]
             state.events.ended.append((sequence.request.key, "length"))
@@ -68,7 +68,7 @@ def serve_line(state: SchedulerState, budget: int, *, alone: bool) -> None:
 
 
 def _admit(state: SchedulerState, sequence: Sequence, budget: int, *, alone: bool) -> int:
-    """Moves the head of the line into the batch. Returns its tokens in this step; 0: it does not fit.
+    """Moves the head of the queue into the batch. Returns its tokens in this step; 0: it does not fit.
 
     What the prefix cache has of a swapped sequence need not be copied back.
     """
@@ -88,7 +88,7 @@ def _admit(state: SchedulerState, sequence: Sequence, budget: int, *, alone: boo
     blocks = _allocate(state, full, full if config.prompt_reservation == "hold" else first, hits)
     if blocks is None:
         return 0
-    state.line.pop()
+    state.waiting.pop()
     if sequence.host_blocks:
         state.swap_in += zip(sequence.host_blocks[len(hits) :], blocks[len(hits) :].tolist(), strict=False)
         state.drop_swapped(sequence)
@@ -96,18 +96,18 @@ def _admit(state: SchedulerState, sequence: Sequence, budget: int, *, alone: boo
     _note_admission(state, sequence, computed)
     state.table.num[position] = num
     if computed + num >= state.table.edge[position]:
-        state.name_filled(position, position + 1)
+        state.cache_full_blocks(position, position + 1)
     return num
 
 
 def _reserve(state: SchedulerState, sequence: Sequence) -> bool:
-    """Takes a remote request's whole destination, the slot of its next token included. False: it does not fit."""
-    count = state.num_blocks(_num_remote_tokens(sequence.request))
+    """Takes a consumer's whole destination, the slot of its next token included. False: it does not fit."""
+    count = state.num_blocks(_num_destination_tokens(sequence.request))
     hits = _lookup(state, sequence, sequence.num_first)
     blocks = _allocate(state, count, count, hits)
     if blocks is None:
         return False
-    state.line.pop()
+    state.waiting.pop()
     sequence.blocks = blocks
     sequence.num_published = len(hits)
     sequence.num_cached = len(hits) * state.config.block_size
@@ -117,7 +117,7 @@ def _reserve(state: SchedulerState, sequence: Sequence) -> bool:
     return True
 
 
-def _num_remote_tokens(request: Request) -> int:
+def _num_destination_tokens(request: Request) -> int:
     num_prompt = len(request.prompt_token_ids)
     return min(num_prompt + 1, num_prompt + request.max_tokens - 1)
 
@@ -142,14 +142,14 @@ def _allocate(state: SchedulerState, room: int, count: int, hits: Int32) -> Bloc
 def _seat(state: SchedulerState, sequence: Sequence, computed: int, blocks: BlockIds, *, hashed: int) -> int:
     """Returns its position. `hashed`: tokens below which every full block can be found already."""
     size = state.config.block_size
-    if sequence.kv == "offer":
+    if sequence.kv == "producer":
         cap = sequence.num_first
     elif state.proposer is not None:
         cap = state.config.max_model_len - 1
     else:
         cap = sequence.limit - 1
     edge = (hashed // size + 1) * size if state.config.enable_prefix_caching else NEVER
-    state.num_offers += sequence.kv == "offer"
+    state.num_producers += sequence.kv == "producer"
     return state.table.enter(sequence, computed=computed, blocks=blocks, cap=cap, edge=edge)
 
 

@@ -1,7 +1,7 @@
 """Who owns each KV block: references, the free queue, the prefix cache, and blocks that a step in flight still uses.
 
 A block is in exactly one of four places: *owned* (references > 0), *blank* (free, content worthless), *cached* (free,
-content findable by hash until the block is taken), or *quarantined* (no reference left, but a step in flight may still
+content findable by hash until the block is taken), or *held* (no reference left, but a step in flight may still
 touch it). Block 0 is never used. Blank blocks are taken first, then cached ones, least recently freed first.
 
 Lists of blocks may be any sequences of ints; int32 arrays cost least. Hashes are int32 [n, 4], as in
@@ -43,7 +43,7 @@ class BlockManager:
         """References held outside the scheduler."""
         loops_blocks.compile_all()
         self._blocks = Blocks(np.zeros((num_blocks, loops_blocks.NUM_COLUMNS), np.int32))
-        self._blocks[:, loops_blocks.TWIN] = loops_blocks.UNNAMED
+        self._blocks[:, loops_blocks.NEXT_SAME_HASH] = loops_blocks.UNHASHED
         self._blocks[1:-1, loops_blocks.NEXT] = np.arange(2, num_blocks)
         self._index = Index(np.zeros((1 << (num_blocks * 3 // 2).bit_length(), 2), np.int32))
         self._counts = Counts(np.zeros(loops_blocks.NUM_COUNTS, np.int64))
@@ -53,7 +53,7 @@ class BlockManager:
         """As the loops take them."""
         self._num_scheduled = 0
         self._num_committed = 0
-        self._quarantine: deque[tuple[int, int, BlockIds]] = deque()
+        self._held: deque[tuple[int, int, BlockIds]] = deque()
         """(last step that may touch them, serial number, blocks), oldest first."""
         self._serial = 0
         """Of the last release under a step in flight. Each block carries that of the one that is to free it: the last,
@@ -76,12 +76,12 @@ class BlockManager:
         return int(self._counts[loops_blocks.NUM_CACHED])
 
     @property
-    def num_quarantined(self) -> int:
-        return int(self._counts[loops_blocks.NUM_KEPT])
+    def num_held(self) -> int:
+        return int(self._counts[loops_blocks.NUM_HELD])
 
     @property
     def num_owned(self) -> int:
-        return self.num_usable - self.num_free - self.num_quarantined
+        return self.num_usable - self.num_free - self.num_held
 
     # ---- taking and giving back
 
@@ -106,15 +106,15 @@ class BlockManager:
         reusable first.
         """
         given = np.asarray(blocks, np.int32)
-        serial, kept = 0, NO_BLOCKS
+        serial, held = 0, NO_BLOCKS
         if self._num_scheduled > self._num_committed:
             serial = self._serial = self._serial % MAX_SERIAL + 1
-            kept = BlockIds(np.empty(len(given), np.int32))
-        count = loops_blocks.release(self._blocks, self._counts, given, serial, kept)
+            held = BlockIds(np.empty(len(given), np.int32))
+        count = loops_blocks.release(self._blocks, self._counts, given, serial, held)
         if count < 0:
             raise ProtocolError(f"block {given[-1 - count]} was freed more often than taken")
         if serial:
-            self._quarantine.append((self._num_scheduled, serial, BlockIds(kept[:count])))
+            self._held.append((self._num_scheduled, serial, BlockIds(held[:count])))
 
     def free(self, block_ids: Seq[int] | Int32) -> None:
         """`release` for owners outside the scheduler: gives up one of their references to each block."""
@@ -131,15 +131,15 @@ class BlockManager:
     # ---- steps in flight
 
     def step_scheduled(self) -> None:
-        """From now on what is released is kept back until this step has committed."""
+        """From now on what is released is held until this step has committed."""
         self._num_scheduled += 1
 
     def step_committed(self) -> None:
         """The oldest step in flight is done with its blocks."""
         self._num_committed += 1
-        while self._quarantine and self._quarantine[0][0] <= self._num_committed:
-            _, serial, kept = self._quarantine.popleft()
-            loops_blocks.free_kept(self._blocks, self._counts, kept, serial)
+        while self._held and self._held[0][0] <= self._num_committed:
+            _, serial, held = self._held.popleft()
+            loops_blocks.free_held(self._blocks, self._counts, held, serial)
 
     # ---- prefix cache
 
@@ -191,14 +191,14 @@ class BlockManager:
         """Every block is in exactly one place. Raises ProtocolError."""
         references, named = (
             self._blocks[:, loops_blocks.REFERENCES],
-            self._blocks[:, loops_blocks.TWIN] != loops_blocks.UNNAMED,
+            self._blocks[:, loops_blocks.NEXT_SAME_HASH] != loops_blocks.UNHASHED,
         )
         free = self.free_in_order()
         if len(set(free)) != len(free) or 0 in free or references[free].any():
             raise ProtocolError("a free block is owned, listed twice, or block 0")
-        num_owned, num_kept = np.count_nonzero(references > 0), np.count_nonzero(references < 0)
-        if num_kept != self.num_quarantined or num_owned + len(free) + num_kept != self.num_usable:
-            raise ProtocolError(f"{len(free)} free + {num_owned} owned + {num_kept} kept back != {self.num_usable}")
+        num_owned, num_held = np.count_nonzero(references > 0), np.count_nonzero(references < 0)
+        if num_held != self.num_held or num_owned + len(free) + num_held != self.num_usable:
+            raise ProtocolError(f"{len(free)} free + {num_owned} owned + {num_held} held != {self.num_usable}")
         if named[free].tolist() != [False] * (self.num_free - self.num_cached) + [True] * self.num_cached:
             raise ProtocolError("a block is cached without a hash, or blank with one")
 

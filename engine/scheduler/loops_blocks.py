@@ -9,7 +9,7 @@ type checker tells from the others, so that no two can change places:
 - `Blocks` int32 [N, 8]: the columns below. Block 0 is never used: its links are the two ends of the ring of cached
   blocks, its hash is the one that is being looked for.
 - `Index` int32 [a power of two >= 1.5 N, 2]: block by hash, the oldest of those that share one, and the hash's first
-  word. Open addressing: a hash is looked for from slot `first word & mask` on, up to the first empty one (block 0).
+  word. Open addressing: a hash is looked for from bucket `first word & mask` on, up to the first empty one (block 0).
 - `Counts` int64: the counts below.
 - `Log` int32 [2, M, 4]: the last M hashes that became findable, and the last M that ceased to be. Rings.
 """
@@ -40,9 +40,9 @@ PREVIOUS = 1
 """Of a cached block: the one freed before it."""
 NEXT = 2
 """Of a cached block: the one freed after it. Of a blank one: the next to be taken, 0 behind the last."""
-TWIN = 3
+NEXT_SAME_HASH = 3
 """The next younger block with the same hash, 0 behind the youngest."""
-UNNAMED = -1
+UNHASHED = -1
 """Instead, where the block has no hash."""
 HASH = 4
 """First of 4 words."""
@@ -52,7 +52,7 @@ BLANK = 0
 """The blank block that is taken next; 0: none."""
 NUM_BLANK = 1
 NUM_CACHED = 2
-NUM_KEPT = 3
+NUM_HELD = 3
 NUM_ADDED = 4
 """Hashes written to `log[ADDED]` since the last status."""
 NUM_REMOVED = 5
@@ -84,7 +84,7 @@ def _push_blank(blocks: Blocks, counts: Counts, block: int) -> None:
 @compiled_loop(SOURCES)
 def _make_free(blocks: Blocks, counts: Counts, block: int) -> None:
     """A block that nobody owns or uses becomes the last of the cached ones, or the first of the blank ones."""
-    if blocks[block, TWIN] == UNNAMED:
+    if blocks[block, NEXT_SAME_HASH] == UNHASHED:
         _push_blank(blocks, counts, block)
         return
     last = blocks[0, PREVIOUS]
@@ -110,26 +110,26 @@ def _write_hash(blocks: Blocks, block: int, hashes: Int32, i: int) -> None:
 
 
 @compiled_loop(SOURCES)
-def _slot(blocks: Blocks, index: Index, block: int) -> int:
+def _bucket(blocks: Blocks, index: Index, block: int) -> int:
     """Where in `index` the hash of a block is, or would go."""
     mask, first = len(index) - 1, blocks[block, HASH]
-    slot: int = first & mask
-    while index[slot, 0]:
-        if index[slot, 1] == first:
-            found, word = index[slot, 0], 1
+    bucket: int = first & mask
+    while index[bucket, 0]:
+        if index[bucket, 1] == first:
+            found, word = index[bucket, 0], 1
             while word < HASH_WORDS and blocks[found, HASH + word] == blocks[block, HASH + word]:
                 word += 1
             if word == HASH_WORDS:
                 break
-        slot = (slot + 1) & mask
-    return slot
+        bucket = (bucket + 1) & mask
+    return bucket
 
 
 @compiled_loop(SOURCES)
-def _empty_slot(index: Index, slot: int) -> None:
-    """Empties a slot. What lies behind it, up to the next empty one, moves up as far as its own hash allows."""
+def _empty_bucket(index: Index, bucket: int) -> None:
+    """Empties a bucket. What lies behind it, up to the next empty one, moves up as far as its own hash allows."""
     mask = len(index) - 1
-    hole, at = slot, (slot + 1) & mask
+    hole, at = bucket, (bucket + 1) & mask
     while index[at, 0]:
         home = index[at, 1] & mask
         if (at - home) & mask >= (at - hole) & mask:
@@ -142,35 +142,35 @@ def _empty_slot(index: Index, slot: int) -> None:
 @compiled_loop(SOURCES)
 def name_block(blocks: Blocks, index: Index, counts: Counts, log: Log, block: int, hashes: Int32, i: int) -> None:
     """Makes a block findable by `hashes[i]`. No-op if it has a hash already."""
-    if blocks[block, TWIN] != UNNAMED:
+    if blocks[block, NEXT_SAME_HASH] != UNHASHED:
         return
-    blocks[block, TWIN] = 0
+    blocks[block, NEXT_SAME_HASH] = 0
     _write_hash(blocks, block, hashes, i)
-    slot = _slot(blocks, index, block)
-    older = index[slot, 0]
+    bucket = _bucket(blocks, index, block)
+    older = index[bucket, 0]
     if not older:
-        index[slot, 0], index[slot, 1] = block, blocks[block, HASH]
+        index[bucket, 0], index[bucket, 1] = block, blocks[block, HASH]
         _note(blocks, counts, log, ADDED, block)
         return
-    while blocks[older, TWIN]:
-        older = blocks[older, TWIN]
-    blocks[older, TWIN] = block
+    while blocks[older, NEXT_SAME_HASH]:
+        older = blocks[older, NEXT_SAME_HASH]
+    blocks[older, NEXT_SAME_HASH] = block
 
 
 @compiled_loop(SOURCES)
 def _unname(blocks: Blocks, index: Index, counts: Counts, log: Log, block: int) -> None:
     """Makes a block unfindable; the next older one with its hash is found instead."""
-    slot, twin = _slot(blocks, index, block), blocks[block, TWIN]
-    blocks[block, TWIN] = UNNAMED
-    older = index[slot, 0]
+    bucket, next_same_hash = _bucket(blocks, index, block), blocks[block, NEXT_SAME_HASH]
+    blocks[block, NEXT_SAME_HASH] = UNHASHED
+    older = index[bucket, 0]
     if older != block:
-        while blocks[older, TWIN] != block:
-            older = blocks[older, TWIN]
-        blocks[older, TWIN] = twin
-    elif twin:
-        index[slot, 0] = twin
+        while blocks[older, NEXT_SAME_HASH] != block:
+            older = blocks[older, NEXT_SAME_HASH]
+        blocks[older, NEXT_SAME_HASH] = next_same_hash
+    elif next_same_hash:
+        index[bucket, 0] = next_same_hash
     else:
-        _empty_slot(index, slot)
+        _empty_bucket(index, bucket)
         _note(blocks, counts, log, REMOVED, block)
 
 
@@ -213,7 +213,7 @@ def take(blocks: Blocks, index: Index, counts: Counts, log: Log, taken: BlockIds
             _unlink(blocks, counts, block)
         elif blocks[block, REFERENCES] < 0:
             blocks[block, REFERENCES] = 0
-            counts[NUM_KEPT] -= 1
+            counts[NUM_HELD] -= 1
         blocks[block, REFERENCES] += 1
     for i in range(num_found, len(taken)):
         taken[i] = pop(blocks, index, counts, log)
@@ -221,15 +221,15 @@ def take(blocks: Blocks, index: Index, counts: Counts, log: Log, taken: BlockIds
 
 
 @compiled_loop(SOURCES)
-def release(blocks: Blocks, counts: Counts, given: Int32, serial: int, kept: BlockIds) -> int:
+def release(blocks: Blocks, counts: Counts, given: Int32, serial: int, held: BlockIds) -> int:
     """One reference less to each of `given`, from the last to the first. Those left without one are free, or with a
-    `serial` (> 0) kept back under it and written to `kept` (as long as `given`). Returns how many were; -1 - i,
+    `serial` (> 0) held under it and written to `held` (as long as `given`). Returns how many were; -1 - i,
     changing nothing, if nobody owns given[i].
     """
     for i in range(len(given)):
         if given[i] < 1 or given[i] >= len(blocks) or blocks[given[i], REFERENCES] <= 0:
             return -1 - i
-    num_kept = 0
+    num_held = 0
     for block in given[::-1]:
         blocks[block, REFERENCES] -= 1
         if blocks[block, REFERENCES]:
@@ -238,19 +238,19 @@ def release(blocks: Blocks, counts: Counts, given: Int32, serial: int, kept: Blo
             _make_free(blocks, counts, block)
             continue
         blocks[block, REFERENCES] = -serial
-        counts[NUM_KEPT] += 1
-        kept[num_kept] = block
-        num_kept += 1
-    return num_kept
+        counts[NUM_HELD] += 1
+        held[num_held] = block
+        num_held += 1
+    return num_held
 
 
 @compiled_loop(SOURCES)
-def free_kept(blocks: Blocks, counts: Counts, kept: BlockIds, serial: int) -> None:
-    """Frees those of `kept` that still wait under this serial number."""
-    for block in kept:
+def free_held(blocks: Blocks, counts: Counts, held: BlockIds, serial: int) -> None:
+    """Frees those of `held` that still wait under this serial number."""
+    for block in held:
         if blocks[block, REFERENCES] == -serial:
             blocks[block, REFERENCES] = 0
-            counts[NUM_KEPT] -= 1
+            counts[NUM_HELD] -= 1
             _make_free(blocks, counts, block)
 
 
@@ -261,7 +261,7 @@ def find(blocks: Blocks, index: Index, wanted: Int32, found: BlockIds) -> int:
     """
     for i in range(len(wanted)):
         _write_hash(blocks, 0, wanted, i)
-        found[i] = index[_slot(blocks, index, 0), 0]
+        found[i] = index[_bucket(blocks, index, 0), 0]
         if not found[i]:
             return i
     return len(wanted)
@@ -278,7 +278,7 @@ def name(blocks: Blocks, index: Index, counts: Counts, log: Log, named: BlockIds
 def forget(blocks: Blocks, index: Index, counts: Counts, log: Log, forgotten: Int32) -> None:
     """Makes blocks unfindable; those that are stay so."""
     for block in forgotten:
-        if blocks[block, TWIN] == UNNAMED:
+        if blocks[block, NEXT_SAME_HASH] == UNHASHED:
             continue
         if not blocks[block, REFERENCES]:
             _unlink(blocks, counts, block)
@@ -300,7 +300,7 @@ def compile_all() -> None:
     with one_compiles(SOURCES):
         take(blocks, index, counts, log, ids, 0, 0)
         release(blocks, counts, ids, 0, ids)
-        free_kept(blocks, counts, ids, 0)
+        free_held(blocks, counts, ids, 0)
         count_free(blocks, ids)
         find(blocks, index, hashes, ids)
         name(blocks, index, counts, log, ids, hashes)

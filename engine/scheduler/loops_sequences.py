@@ -4,7 +4,7 @@ numpy calls cost.
 Blocks, Index, Counts, Log: as in loops_blocks.py. Each kind of array has a type of its own here too:
 
 - `State` int32 [NUM_LINES, seats]: the lines below, with an entry per position, as `SequenceTable` describes them.
-- `Slots` int64 [seats]: by position.
+- `RequestNumbers` int64 [seats]: by position.
 - `TokenIds` int32 [rows, n], `TokenBlocks` (the same cut into blocks) [rows, n, block_size], `BlockTables` [rows, n],
   `Chains` [rows, n + 1, 4]: by row.
 - `Positions` int32 [B]: of the sequences of a batch, ascending; -1: has left.
@@ -38,7 +38,7 @@ from protocol.block_hash import HASH_WORDS
 SOURCES = (__file__, *loops_blocks.SOURCES, *loops_hash.SOURCES)
 
 State = NewType("State", Int32)
-Slots = NewType("Slots", Int64)
+RequestNumbers = NewType("RequestNumbers", Int64)
 TokenIds = NewType("TokenIds", Int32)
 TokenBlocks = NewType("TokenBlocks", Int32)
 BlockTables = NewType("BlockTables", Int32)
@@ -55,7 +55,7 @@ Flat = NewType("Flat", Int32)
 """[B K] the tokens that were kept, sequence by sequence."""
 
 ROW, TOKENS, GOAL, COMPUTED, CAPACITY, LIMIT, CAP = range(7)
-EDGE, CHAINED, BASE, ATTEMPT, FRESH, IGNORE_EOS, OFFER = range(7, 14)
+EDGE, CHAINED, BASE, ATTEMPT, FRESH, IGNORE_EOS, PRODUCER = range(7, 14)
 NUM_OWN_LINES = 14
 """Those a sequence brings along and takes with it; the others are written anew by each step."""
 NUM, ALLOWED = 14, 15
@@ -146,7 +146,7 @@ def ration(state: State, count: int, threshold: int, budget: int, next_chunk: in
 
 
 @compiled_loop(SOURCES)
-def name_filled(
+def cache_full_blocks(
     blocks: Blocks,
     index: Index,
     counts: Counts,
@@ -228,7 +228,7 @@ def launch(state: State, drafted: int, scheduled: Scheduled, sample: Bool) -> in
 @compiled_loop(SOURCES)
 def append(
     state: State,
-    slots: Slots,
+    request_numbers: RequestNumbers,
     token_ids: TokenIds,
     positions: Positions,
     num_sampled: Int32,
@@ -236,19 +236,19 @@ def append(
     stops: Stops,
     eos_token_ids: EosTokenIds,
     results: Results,
-    slots_of: Int64,
+    numbers_of: Int64,
     flat: Flat,
 ) -> tuple[int, int, int, int]:
     """Makes sampled tokens known, up to the end of each answer.
 
     `sampled`: valid in the first `num_sampled[i]` columns of each line. Writes for each of the R <= B sequences that
-    got tokens its index in the batch, position, attempt, offset and the number of tokens kept, its slot to `slots_of`,
-    and all kept tokens to `flat`. Then which of the R got their FIRST token, the positions of those that are COMPLETE,
-    and whether a stop token ended them (STOPPED). Returns R, how many tokens were kept, are first ones, and how many
-    sequences are complete.
+    got tokens its index in the batch, position, attempt, offset and the number of tokens kept, its request_number to
+    `numbers_of`, and all kept tokens to `flat`. Then which of the R got their FIRST token, the positions of those that
+    are COMPLETE, and whether a stop token ended them (STOPPED). Returns R, how many tokens were kept, are first ones,
+    and how many sequences are complete.
     """
     row, tokens, limit, base = state[ROW], state[TOKENS], state[LIMIT], state[BASE]
-    attempt, fresh, ignore_eos, offer = state[ATTEMPT], state[FRESH], state[IGNORE_EOS], state[OFFER]
+    attempt, fresh, ignore_eos, producer = state[ATTEMPT], state[FRESH], state[IGNORE_EOS], state[PRODUCER]
     count, num_flat, num_fresh, num_complete = 0, 0, 0, 0
     for i in range(len(positions)):
         at = positions[i]
@@ -269,12 +269,12 @@ def append(
             fresh[at] = 0
             results[FIRST, num_fresh] = count
             num_fresh += 1
-        if stopped or offer[at] or tokens[at] >= limit[at]:
+        if stopped or producer[at] or tokens[at] >= limit[at]:
             results[COMPLETE, num_complete], results[STOPPED, num_complete] = at, stopped
             num_complete += 1
         results[INDEX, count], results[POSITION, count], results[ATTEMPT_OF, count] = i, at, attempt[at]
         results[OFFSET, count], results[COUNT, count] = base[at] + before, kept
-        slots_of[count] = slots[at]
+        numbers_of[count] = request_numbers[at]
         num_flat += kept
         count += 1
     return count, num_flat, num_fresh, num_complete
@@ -308,14 +308,14 @@ def enter(
 
 
 @compiled_loop(SOURCES)
-def close_gaps(state: State, slots: Slots, gone: Int32, count: int) -> None:
-    """The first `count` positions (of a sequence's own lines of `state`, and of `slots`) move up over those in `gone`,
-    which ascend.
+def close_gaps(state: State, request_numbers: RequestNumbers, gone: Int32, count: int) -> None:
+    """The first `count` positions (of a sequence's own lines of `state`, and of `request_numbers`) move up over those
+    in `gone`, which ascend.
     """
     for i in range(len(gone)):
         last = gone[i + 1] if i + 1 < len(gone) else count
         for at in range(gone[i] + 1, last):
-            slots[at - i - 1] = slots[at]
+            request_numbers[at - i - 1] = request_numbers[at]
     for line in range(NUM_OWN_LINES):
         for i in range(len(gone)):
             last = gone[i + 1] if i + 1 < len(gone) else count
@@ -343,7 +343,7 @@ def compile_all() -> None:
     """Calls every loop once, with nothing to do."""
     line, plane, space = (np.zeros((0,) * num_axes, np.int32) for num_axes in (1, 2, 3))
     state, words = State(np.zeros((NUM_LINES, 0), np.int32)), np.zeros(NUM_WORDS, np.uint64)
-    slots = Slots(np.zeros(0, np.int64))
+    request_numbers = RequestNumbers(np.zeros(0, np.int64))
     blocks, index, counts, log = Blocks(plane), Index(plane), Counts(np.zeros(NUM_COUNTS, np.int64)), Log(space)
     token_ids, tables, chains, positions = TokenIds(plane), BlockTables(plane), Chains(space), Positions(line)
     results = Results(plane)
@@ -351,12 +351,12 @@ def compile_all() -> None:
     with one_compiles(SOURCES):
         place(blocks, index, counts, log, state, tables, GOAL, 1, 0, 0, 0)
         ration(state, 0, 0, 0, 0)
-        name_filled(blocks, index, counts, log, state, tables, TokenBlocks(space), chains, 0, 0, words)
+        cache_full_blocks(blocks, index, counts, log, state, tables, TokenBlocks(space), chains, 0, 0, words)
         extend(Chain(plane), 0, line, 1, words)
         launch(state, 0, Scheduled(plane), np.zeros(0, np.bool_))
         append(
             state,
-            slots,
+            request_numbers,
             token_ids,
             positions,
             line,
@@ -364,7 +364,7 @@ def compile_all() -> None:
             Stops(line),
             EosTokenIds(line),
             results,
-            slots,
+            request_numbers,
             Flat(line),
         )
         numbers = (0,) * NUM_OWN_LINES
@@ -379,5 +379,5 @@ def compile_all() -> None:
             BlockIds(line),
             Chain(plane),
         )
-        close_gaps(state, slots, line, 0)
+        close_gaps(state, request_numbers, line, 0)
         follow(positions, line)

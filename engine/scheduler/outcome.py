@@ -11,7 +11,7 @@ from protocol.router_link import Rows
 
 
 class Reserved(NamedTuple):
-    """A remote request owns its whole destination. The first `num_cached_tokens` (whole blocks) are there already."""
+    """A consumer owns its whole destination. The first `num_cached_tokens` (whole blocks) are there already."""
 
     key: RequestKey
     block_ids: list[int]
@@ -22,13 +22,13 @@ class Finished(NamedTuple):
     """The answer is complete; its blocks are free."""
 
     key: RequestKey
-    slot: int
+    request_number: int
     finish_reason: FinishReason
 
 
 class PromptDone(NamedTuple):
-    """The prompt of an "offer" request is computed; `block_ids` (all of the prompt's, in order) belong to the receiver
-    of this.
+    """The prompt of a "producer" request is computed; `block_ids` (all of the prompt's, in order) belong to the
+    receiver of this.
     """
 
     key: RequestKey
@@ -65,7 +65,7 @@ class Committed:
     """
 
     batch: Batch
-    slots: Int64
+    request_numbers: Int64
     attempts: Int32
     offsets: Int32
     counts: Int32
@@ -74,7 +74,7 @@ class Committed:
     finished: list[Finished] = field(default_factory=list)
     prompts: list[PromptDone] = field(default_factory=list)
     progressed: list[tuple[RequestKey, int]] = field(default_factory=list)
-    """(key, tokens computed) of "offer" requests whose prompt is not done yet."""
+    """(key, tokens computed) of "producer" requests whose prompt is not done yet."""
     first: list[RequestKey] = field(default_factory=list)
     """Got the first token they got here."""
     logprobs: list[Logprobs] = field(default_factory=list)
@@ -84,7 +84,7 @@ class Committed:
     def rows(self) -> Rows:
         """The arrays as the router's link wants them."""
         return Rows(
-            slots=self.slots,
+            request_numbers=self.request_numbers,
             attempts=self.attempts,
             offsets=self.offsets,
             counts=self.counts,

@@ -9,7 +9,7 @@ import numpy as np
 
 from engine.scheduler import loops_sequences as loops
 from engine.scheduler.loops_hash import Chain
-from engine.scheduler.preemption import Victim, choose
+from engine.scheduler.preemption import Victim, choose_mode
 from engine.scheduler.sequence_table import NEVER
 from engine.scheduler.state import SchedulerState
 from protocol.arrays import Int32
@@ -41,7 +41,7 @@ def place_running(state: SchedulerState, budget: int, *, alone: bool) -> int | N
         left = _place(state, goal, budget, threshold)
     if left >= 0:
         return left
-    if table.flights:
+    if table.in_flight:
         return None
     if config.scheduling_policy == "priority":
         return _place_by_priority(state, table.state[goal], budget, threshold)
@@ -55,7 +55,7 @@ def _place(state: SchedulerState, goal: int, budget: int, threshold: int) -> int
 
 def _ration(state: SchedulerState, budget: int, threshold: int) -> int:
     """Writes goals that the budget reaches, so that nobody takes what is another's. Returns their line."""
-    table, head = state.table, state.line.head() if state.has_seat() else None
+    table, head = state.table, state.waiting.head() if state.has_seat() else None
     next_chunk = 0 if head is None else 1 if state.config.enable_chunked_prefill else len(head.tokens)
     loops.ration(table.state, len(table), threshold, budget, next_chunk)
     return loops.ALLOWED
@@ -106,7 +106,7 @@ def _place_by_priority(state: SchedulerState, goal: Int32, budget: int, threshol
                 if last is None:
                     del given[position]
                 break
-            victim = max(given, key=lambda candidate: table.running[candidate].rank)
+            victim = max(given, key=lambda candidate: table.running[candidate].queue_key)
             preempt(state, victim)
             budget += given.pop(victim)
             if victim == position:
@@ -146,7 +146,7 @@ def _place_last(state: SchedulerState, position: int, num: int) -> int | None:
 
 
 def preempt(state: SchedulerState, position: int) -> None:
-    """Takes a sequence's blocks and puts it in the line, or gives it back; its outputs stay. No step is in flight.
+    """Takes a sequence's blocks and puts it in the queue, or gives it back; its outputs stay. No step is in flight.
 
     The caller unseats it when it is done with positions.
     """
@@ -154,7 +154,7 @@ def preempt(state: SchedulerState, position: int) -> None:
     sequence, blocks = table.running[position], table.blocks_of(position)
     key, computed, num_tokens = sequence.request.key, int(table.computed[position]), int(table.tokens[position])
     filled, needed = blocks[: state.num_blocks(computed)], state.num_blocks(num_tokens)
-    choice = choose(
+    choice = choose_mode(
         state.config.preemption,
         Victim(num_tokens, computed, len(filled), len(table)),
         state.costs,
@@ -176,8 +176,8 @@ def preempt(state: SchedulerState, position: int) -> None:
     else:
         sequence.num_lost = computed
     sequence.tokens, sequence.chain = table.known(position).copy(), Chain(table.chain_of(position).copy())
-    sequence.kv = "local" if sequence.kv == "remote" else sequence.kv
-    state.line.push_preempted(sequence)
+    sequence.kv = "local" if sequence.kv == "consumer" else sequence.kv
+    state.waiting.push_preempted(sequence)
 
 
 def _want(state: SchedulerState, position: int, num: int) -> int:

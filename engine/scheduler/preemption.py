@@ -70,7 +70,7 @@ class Costs:
         self.prompt_token_s = _average(self.prompt_token_s, prompts_s / num_prompt_tokens)
 
 
-def choose(knob: Knob, victim: Victim, costs: Costs, *, num_host_free: int, has_room: bool) -> Choice:
+def choose_mode(knob: Knob, victim: Victim, costs: Costs, *, num_host_free: int, has_room: bool) -> Choice:
     """`num_host_free`: host blocks; `has_room`: the prefill pool could take the victim's known tokens now."""
     fits_host = victim.num_blocks <= num_host_free
     if knob == "swap":

@@ -139,7 +139,7 @@ def _request(request: dict[str, Any], key: RequestKey, num_before: int) -> Reque
     """
     return Request(
         key=key,
-        slot=num_before,
+        request_number=num_before,
         prompt_token_ids=prompt_tokens(request["prompt"]),
         max_tokens=request["max_tokens"],
         sampling=SamplingParams(ignore_eos=True),
@@ -165,7 +165,7 @@ def _run_step(
     batch = scheduler.schedule()
     events: Events = scheduler.take_events()
     if batch is not None:
-        _fill(record, "sched", [[request_id, num] for request_id, num in batch.tray().items()])
+        _fill(record, "sched", [[request_id, num] for request_id, num in batch.num_scheduled_tokens().items()])
     _fill(record, "new", [[key.request_id, cached] for key, cached in events.admitted])
     _fill(record, "resumed", [[key.request_id, cached] for key, cached in events.resumed])
     _fill(record, "preempted", [key.request_id for key in events.preempted])

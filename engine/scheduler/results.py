@@ -17,13 +17,13 @@ def append_tokens(state: SchedulerState, batch: Batch, positions: Positions, out
     table = state.table
     num_columns = output.token_ids.shape[1]
     results = Results(np.empty((loops.NUM_RESULT_LINES, len(positions)), np.int32))
-    slots: Int64 = np.empty(len(positions), np.int64)
+    request_numbers: Int64 = np.empty(len(positions), np.int64)
     token_ids = Flat(np.empty(len(positions) * num_columns, np.int32))
     sampled = Sampled(np.ascontiguousarray(output.token_ids, np.int32))
     num_sampled, stops = np.ascontiguousarray(output.counts, np.int32), _own_stops(state, positions, sampled)
     count, num_tokens, num_fresh, num_complete = loops.append(
         table.state,
-        table.slots,
+        table.request_numbers,
         table.token_ids,
         positions,
         num_sampled,
@@ -31,14 +31,14 @@ def append_tokens(state: SchedulerState, batch: Batch, positions: Positions, out
         stops,
         state.eos_token_ids,
         results,
-        slots,
+        request_numbers,
         token_ids,
     )
     at, counts = results[loops.POSITION, :count], results[loops.COUNT, :count]
     attempts, offsets = results[loops.ATTEMPT_OF, :count], results[loops.OFFSET, :count]
     committed = Committed(
         batch=batch,
-        slots=slots[:count],
+        request_numbers=request_numbers[:count],
         attempts=attempts,
         offsets=offsets,
         counts=counts,
@@ -81,19 +81,21 @@ def _own_stops(state: SchedulerState, positions: Positions, sampled: Sampled) ->
 def _note_logprobs(committed: Committed, logprobs: list[list[TokenLogprobs] | None]) -> None:
     for index, values in enumerate(logprobs):
         if values is not None:
-            slot, attempt, offset = (
-                int(committed.slots[index]),
+            request_number, attempt, offset = (
+                int(committed.request_numbers[index]),
                 int(committed.attempts[index]),
                 int(committed.offsets[index]),
             )
             kept = values[: int(committed.counts[index])]
-            committed.logprobs += [Logprobs(slot, attempt, offset + ahead, value) for ahead, value in enumerate(kept)]
+            committed.logprobs += [
+                Logprobs(request_number, attempt, offset + ahead, value) for ahead, value in enumerate(kept)
+            ]
 
 
 def _note_first(state: SchedulerState, committed: Committed, positions: Int32, indices: list[int]) -> None:
     """Notes the first tokens of the entries `indices` of `committed`; `positions`: of all entries' sequences.
 
-    The entry of a remote one gets the token its prefill engine sampled in front.
+    The entry of a consumer gets the token its prefill engine sampled in front.
     """
     table = state.table
     where: list[int] = []
@@ -108,12 +110,12 @@ def _note_first(state: SchedulerState, committed: Committed, positions: Int32, i
             committed.counts[index] += 1
             sequence.first_token_id = None
             if (values := sequence.first_logprobs) is not None:
-                slot, attempt, offset = (
-                    int(committed.slots[index]),
+                request_number, attempt, offset = (
+                    int(committed.request_numbers[index]),
                     int(committed.attempts[index]),
                     int(committed.offsets[index]),
                 )
-                committed.logprobs.append(Logprobs(slot, attempt, offset, values))
+                committed.logprobs.append(Logprobs(request_number, attempt, offset, values))
     if where:
         starts = np.cumsum(committed.counts) - committed.counts
         committed.token_ids = np.insert(committed.token_ids, starts[where] - np.arange(len(where)), tokens).astype(
@@ -137,20 +139,27 @@ def _propose(state: SchedulerState, proposer: Proposer, positions: Int32) -> Non
 
 
 def _finish(state: SchedulerState, committed: Committed, positions: list[int], stopped: list[int]) -> None:
-    """Takes complete sequences out; the blocks of "offer" ones pass to whoever reads `committed`."""
+    """Takes complete sequences out; the blocks of "producer" ones pass to whoever reads `committed`."""
     table = state.table
     for position, stop in zip(positions, stopped, strict=True):
         sequence = table.running[position]
         key, blocks = sequence.request.key, table.blocks_of(position)
         reason: FinishReason = "stop" if stop else "length"
         del state.live[key]
-        if sequence.kv == "offer":
+        if sequence.kv == "producer":
             complete = stop or int(table.tokens[position]) >= sequence.limit
             first = int(table.known(position)[-1])
-            values = next((entry.values for entry in committed.logprobs if entry.slot == sequence.request.slot), None)
+            values = next(
+                (
+                    entry.values
+                    for entry in committed.logprobs
+                    if entry.request_number == sequence.request.request_number
+                ),
+                None,
+            )
             committed.prompts.append(PromptDone(key, first, blocks.tolist(), reason if complete else None, values))
             state.blocks.hand_over(len(blocks))
         else:
-            committed.finished.append(Finished(key, sequence.request.slot, reason))
+            committed.finished.append(Finished(key, sequence.request.request_number, reason))
             state.blocks.release(blocks)
     state.leave(positions)

@@ -3,9 +3,9 @@
 A sequence has `tokens` known and `computed` done; each step closes some of that gap. One step:
 
  1. `schedule`: running sequences in admission order (placement.py), then arrived ones, whose KV came from elsewhere,
-    then the waiting line (admission.py), under one budget of tokens, in which each running answer and each arrived one
+    then the waiting queue (admission.py), under one budget of tokens, in which each running answer and each arrived one
     with a seat has one for sure. A running one that finds no block evicts another; a step that evicted admits nobody
-    from the line. How the evicted one gets its KV back: preemption.py.
+    from the queue. How the evicted one gets its KV back: preemption.py.
  2. The runner executes the batch. Meanwhile `schedule` may be called once more: tokens still being sampled are
     placeholders.
  3. `commit`: sampled tokens become known; sequences that are complete leave and free their blocks (results.py).
@@ -20,7 +20,7 @@ import numpy as np
 from engine.config import EngineConfig
 from engine.runner import Batch, StepOutput
 from engine.scheduler import loops_sequences as loops
-from engine.scheduler.admission import check_servable, seat_arrived, serve_line
+from engine.scheduler.admission import admit_waiting, check_servable, seat_arrived
 from engine.scheduler.block_manager import NO_BLOCKS, BlockManager
 from engine.scheduler.host_pool import HostPool
 from engine.scheduler.loops_hash import Chain
@@ -29,10 +29,10 @@ from engine.scheduler.outcome import Committed, Events, Finished, PromptDone, Re
 from engine.scheduler.placement import place_running, step_budget
 from engine.scheduler.results import append_tokens
 from engine.scheduler.sequence import Request, Sequence
-from engine.scheduler.sequence_table import Flight, SequenceTable
+from engine.scheduler.sequence_table import InFlightStep, SequenceTable
 from engine.scheduler.state import Proposer, SchedulerState
 from engine.scheduler.thrash import ThrashMeter
-from engine.scheduler.waiting_line import WaitingLine
+from engine.scheduler.waiting_queue import WaitingQueue
 from protocol.arrays import Int32
 from protocol.block_hash import root_hash, to_rows
 from protocol.clock import Clock
@@ -71,7 +71,7 @@ class Scheduler:
             config=config,
             blocks=self.blocks,
             table=table,
-            line=WaitingLine(config.scheduling_policy, config.priority_aging_s),
+            waiting=WaitingQueue(config.scheduling_policy, config.priority_aging_s),
             eos_token_ids=EosTokenIds(np.array(eos_token_ids, np.int32)),
             proposer=proposer if config.num_speculative_tokens else None,
             thrash=ThrashMeter(
@@ -87,8 +87,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """In the line, or remote and not offered yet."""
-        return len(self._state.line) + self._state.num_unoffered
+        """In the queue, or consumers not offered yet."""
+        return len(self._state.waiting) + self._state.num_unoffered
 
     @property
     def num_running(self) -> int:
@@ -135,7 +135,7 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Nothing is live and nothing in flight."""
-        return not self._state.live and not self._state.table.flights
+        return not self._state.live and not self._state.table.in_flight
 
     @property
     def running_ids(self) -> list[str]:
@@ -156,16 +156,16 @@ class Scheduler:
     def passed_over(self) -> list[str]:
         """Running answers without a token in the newest step in flight. For checks, right after `schedule`."""
         table = self._state.table
-        if not table.flights or len(table.flights[-1].positions) == len(table):
+        if not table.in_flight or len(table.in_flight[-1].positions) == len(table):
             return []
         answering = table.answering()
-        answering[table.flights[-1].positions] = False
+        answering[table.in_flight[-1].positions] = False
         return [table.request_ids[position] for position in answering.nonzero()[0].tolist()]
 
     @property
     def waiting_ids(self) -> list[str]:
-        """The line, head first."""
-        return [sequence.request.key.request_id for sequence in self._state.line.in_order()]
+        """The queue, head first."""
+        return [sequence.request.key.request_id for sequence in self._state.waiting.in_order()]
 
     # ---- requests come and go
 
@@ -182,7 +182,7 @@ class Scheduler:
             kv=request.kv,
             stage="unoffered",
             # How long an answer may grow is for the engine to judge that writes it, not for the one that begins it.
-            limit=limit if request.kv == "offer" else min(limit, config.max_model_len),
+            limit=limit if request.kv == "producer" else min(limit, config.max_model_len),
             chain=Chain(to_rows([root_hash(self._fingerprint, request.cache_salt)])),
             tokens=np.array(
                 request.prompt_token_ids, np.int32
@@ -190,14 +190,14 @@ class Scheduler:
             num_first=num_prompt,
             stop_token_ids=frozenset(request.sampling.stop_token_ids),
         )
-        sequence.rank = state.line.rank_of(sequence)
+        sequence.queue_key = state.waiting.next_key(sequence)
         if config.enable_prefix_caching:
             state.table.extend_chain(sequence, num_prompt // config.block_size)
         state.live[request.key] = sequence
-        if request.kv == "remote":
+        if request.kv == "consumer":
             state.num_unoffered += 1
         else:
-            state.line.push(sequence)
+            state.waiting.push(sequence)
 
     def set_prefill_room(self, num_blocks: int, max_tokens: int) -> None:
         """What mode remote may return: so many blocks, of sequences with at most so many known tokens. A hint; 0
@@ -206,13 +206,13 @@ class Scheduler:
         self._state.prefill_room_blocks, self._state.prefill_max_tokens = num_blocks, max_tokens
 
     def offer(self, key: RequestKey) -> None:
-        """The first handoff of a remote request is here: it may reserve from now on. Unknown key or a later offer:
+        """The first handoff of a consumer is here: it may reserve from now on. Unknown key or a later offer:
         no-op.
         """
         sequence = self._state.live.get(key)
         if sequence is not None and sequence.stage == "unoffered":
             self._state.num_unoffered -= 1
-            self._state.line.push(sequence)
+            self._state.waiting.push(sequence)
 
     def publish(self, key: RequestKey, num_tokens: int) -> None:
         """Received tokens below `num_tokens` are verified: whole blocks below it may be hit from now on."""
@@ -268,7 +268,7 @@ class Scheduler:
         if sequence.stage == "unoffered":
             state.num_unoffered -= 1
         elif sequence.stage == "waiting":
-            state.line.discard(sequence)
+            state.waiting.discard(sequence)
             state.drop_swapped(sequence)
         elif sequence.stage == "reserved":
             state.num_reserved -= 1
@@ -289,24 +289,24 @@ class Scheduler:
         """
         state = self._state
         table = state.table
-        if table.flights and (
-            len(table.flights) > 1 or state.proposer is not None or table.flights[0].batch.swap_out is not None
+        if table.in_flight and (
+            len(table.in_flight) > 1 or state.proposer is not None or table.in_flight[0].batch.swap_out is not None
         ):
             return None  # blocks that are still to be copied out look free: a pull into one could not wait for the copy
-        alone = len(table) + len(state.line) + len(state.arrived) == 1
+        alone = len(table) + len(state.waiting) + len(state.arrived) == 1
         num_preempted = len(state.events.preempted)
         num_promised = min(len(state.arrived), self.config.max_num_seqs - len(table)) if state.arrived else 0
         budget = place_running(state, step_budget(state, num_promised) - num_promised, alone=alone)
         if budget is None:
             return None
-        state.name_filled(0, len(table))
+        state.cache_full_blocks(0, len(table))
         if state.arrived:
             budget = seat_arrived(state, budget + num_promised)
         preempted = len(state.events.preempted) > num_preempted
         if state.thrash is not None:
             state.thrash.adapt(len(table), preempted=preempted)
         if not preempted:
-            serve_line(state, budget, alone=alone)
+            admit_waiting(state, budget, alone=alone)
         return self._launch()
 
     def take_events(self) -> Events:
@@ -338,7 +338,7 @@ class Scheduler:
             request_ids=request_ids,
             sampling=table.sampling if table.sampling.num_special else None,
             num_drafts=ahead if state.proposer is not None else None,
-            pending=ahead > 0 if table.flights else None,
+            pending=ahead > 0 if table.in_flight else None,
         )
         if self.config.cuda_graph_sizes and int(num_scheduled.max(initial=0)) == 1:
             state.num_padding_tokens += state.padding(size)
@@ -346,25 +346,25 @@ class Scheduler:
             batch.swap_out, batch.swap_in = _pairs(state.swap_out), _pairs(state.swap_in)
             state.swap_out, state.swap_in = [], []
         self._step += 1
-        table.flights.append(Flight(batch, positions))
+        table.in_flight.append(InFlightStep(batch, positions))
         self.blocks.step_scheduled()
         return batch
 
     def commit(self, output: StepOutput) -> Committed:
         """Applies the output of the oldest batch in flight. Raises ProtocolError if it does not match the batch."""
         state, table = self._state, self._state.table
-        if not table.flights:
+        if not table.in_flight:
             raise ProtocolError("a commit without a batch in flight")
-        flight = table.flights.popleft()
-        batch, sampled = flight.batch, output.counts > 0
+        in_flight_step = table.in_flight.popleft()
+        batch, sampled = in_flight_step.batch, output.counts > 0
         if len(output.token_ids) != len(sampled) or sampled.tobytes() != batch.sample.tobytes():
             raise ProtocolError(
                 f"step {batch.step}: tokens for entries {sampled.nonzero()[0]}, wanted for {batch.sample.nonzero()[0]}"
             )
         self.blocks.step_committed()
         table.committed(batch.step)
-        progressed = self._progress_of_offers(flight) if state.num_offers else []
-        committed = append_tokens(state, batch, flight.positions, output)
+        progressed = self._progress_of_producers(in_flight_step) if state.num_producers else []
+        committed = append_tokens(state, batch, in_flight_step.positions, output)
         committed.progressed = progressed
         if state.thrash is not None:
             state.thrash.add(recomputed=0, generated=len(committed.token_ids))
@@ -372,12 +372,12 @@ class Scheduler:
             state.costs.observe(batch, output)
         return committed
 
-    def _progress_of_offers(self, flight: Flight) -> list[tuple[RequestKey, int]]:
-        batch, table = flight.batch, self._state.table
-        unfinished = (~batch.sample & (flight.positions >= 0)).nonzero()[0].tolist()
-        progress = [(table.running[flight.positions[index]], index) for index in unfinished]
+    def _progress_of_producers(self, in_flight_step: InFlightStep) -> list[tuple[RequestKey, int]]:
+        batch, table = in_flight_step.batch, self._state.table
+        unfinished = (~batch.sample & (in_flight_step.positions >= 0)).nonzero()[0].tolist()
+        progress = [(table.running[in_flight_step.positions[index]], index) for index in unfinished]
         done = (batch.num_computed + batch.num_scheduled).tolist()
-        return [(sequence.request.key, done[index]) for sequence, index in progress if sequence.kv == "offer"]
+        return [(sequence.request.key, done[index]) for sequence, index in progress if sequence.kv == "producer"]
 
     def fail_step(self) -> list[RequestKey]:
         """The oldest step in flight could not be executed: what it and later ones would have computed is no longer
@@ -388,12 +388,12 @@ class Scheduler:
         them all.
         """
         table = self._state.table
-        if not table.flights:
+        if not table.in_flight:
             raise ProtocolError("a failed step without a batch in flight")
         spoilt: dict[RequestKey, None] = {}
         blocks: set[int] = set()
-        for flight in table.flights:
-            batch, size = flight.batch, self.config.block_size
+        for in_flight_step in table.in_flight:
+            batch, size = in_flight_step.batch, self.config.block_size
             for row, start, num in zip(
                 batch.rows.tolist(), batch.num_computed.tolist(), batch.num_scheduled.tolist(), strict=True
             ):
@@ -404,14 +404,16 @@ class Scheduler:
                 self._lose_copies(set(batch.swap_out[:, 1].tolist()))
             spoilt.update(
                 dict.fromkeys(
-                    table.running[position].request.key for position in flight.positions.tolist() if position >= 0
+                    table.running[position].request.key
+                    for position in in_flight_step.positions.tolist()
+                    if position >= 0
                 )
             )
         self.blocks.forget(list(blocks))
         spoilt.update(
             {key: None for key, sequence in self._state.live.items() if not blocks.isdisjoint(sequence.blocks.tolist())}
         )
-        batch = table.flights.popleft().batch
+        batch = table.in_flight.popleft().batch
         self.blocks.step_committed()
         table.committed(batch.step)
         return list(spoilt)
@@ -431,7 +433,7 @@ class Scheduler:
             return
         self.blocks.check()
         state.table.check_empty()
-        if len(state.line) or state.arrived or state.num_reserved or state.num_unoffered or state.num_offers:
+        if len(state.waiting) or state.arrived or state.num_reserved or state.num_unoffered or state.num_producers:
             raise ProtocolError("an idle scheduler still counts requests")
         if not self.blocks.num_external and self.blocks.num_free != self.blocks.num_usable:
             raise ProtocolError(f"{self.blocks.num_usable - self.blocks.num_free} blocks are lost")

@@ -8,24 +8,27 @@ import numpy as np
 from engine.scheduler.loops_blocks import BlockIds
 from engine.scheduler.loops_hash import Chain
 from protocol.arrays import Int32
-from protocol.messages import GenerateRequest, RequestKey, SamplingParams, TokenLogprobs
+from protocol.messages import EngineRequest, RequestKey, SamplingParams, TokenLogprobs
+
+KVRole = Literal["local", "producer", "consumer"]
+"""Whose KV: computed and used here; computed here for another engine; computed by another engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One attempt as the engine sees it.
 
-    kv = "local": computed and continued here. "offer": computed here up to the first token, then its blocks are handed
-    over (never scheduled past the prompt). "remote": its KV arrives from elsewhere; it waits for an offer, reserves,
-    arrives, decodes.
+    kv = "local": computed and continued here. "producer": computed here up to the first token, then its blocks are
+    handed over (never scheduled past the prompt). "consumer": its KV arrives from elsewhere; it waits for an offer,
+    reserves, arrives, decodes.
     """
 
     key: RequestKey
-    slot: int
+    request_number: int
     prompt_token_ids: Int32
     max_tokens: int
     sampling: SamplingParams
-    kv: Literal["local", "offer", "remote"] = "local"
+    kv: KVRole = "local"
     offset: int = 0
     """Index in the whole answer of the first token this engine produces."""
     priority: int = 0
@@ -35,13 +38,11 @@ class Request:
     cache_salt: str = ""
 
     @classmethod
-    def from_message(
-        cls, message: GenerateRequest, *, kv: Literal["local", "offer", "remote"], arrival: float
-    ) -> "Request":
+    def from_message(cls, message: EngineRequest, *, kv: KVRole, arrival: float) -> "Request":
         """The engine's view of a dispatched attempt."""
         return cls(
             key=message.key,
-            slot=message.slot,
+            request_number=message.request_number,
             prompt_token_ids=message.prompt_token_ids,
             max_tokens=message.max_tokens,
             sampling=message.sampling,
@@ -54,7 +55,7 @@ class Request:
 
 
 Stage = Literal["unoffered", "waiting", "reserved", "arrived", "running"]
-Rank = tuple[float, float, int]
+QueueKey = tuple[float, float, int]
 """Total: the last of the three is a count."""
 
 
@@ -63,18 +64,18 @@ class Sequence:
     """State of one request in the scheduler. While it runs, its counts, tokens and blocks live in its row of the
     `SequenceTable`.
 
-    unoffered: remote, nothing to reserve for yet · waiting: in the line · reserved: owns blocks that KV is arriving in
-    · arrived: all KV is there, a seat is not · running: in the table.
+    unoffered: a consumer, nothing to reserve for yet · waiting: in the queue · reserved: owns blocks that KV is
+    arriving in · arrived: all KV is there, a seat is not · running: in the table.
     """
 
     request: Request
-    kv: Literal["local", "offer", "remote"]
-    """As the request says, until preemption turns a remote sequence into a local one."""
+    kv: KVRole
+    """As the request says, until preemption turns a consumer into a local one."""
     stage: Stage
     limit: int
     """Known tokens at which the answer is complete: LENGTH."""
-    rank: Rank = (0.0, 0.0, 0)
-    """Place in the line: lowest first."""
+    queue_key: QueueKey = (0.0, 0.0, 0)
+    """Place in the queue: lowest first."""
     tokens: Int32
     """Known tokens while it is not running."""
     chain: Chain
@@ -84,9 +85,9 @@ class Sequence:
     num_published: int = 0
     """Blocks from the front whose hash is in the prefix cache, while reserved."""
     num_cached: int = 0
-    """Tokens of a remote sequence that were in this engine's prefix cache when it reserved."""
+    """Tokens of a consumer that were in this engine's prefix cache when it reserved."""
     first_token_id: int | None = None
-    """First token of a remote sequence until it has been reported."""
+    """First token of a consumer until it has been reported."""
     first_logprobs: TokenLogprobs | None = None
     num_first: int = 0
     """Known tokens when its first answer token is still to come: len(prompt)."""

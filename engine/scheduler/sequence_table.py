@@ -15,7 +15,15 @@ from engine.sampling_metadata import SamplingMetadata
 from engine.scheduler import loops_sequences as loops
 from engine.scheduler.loops_blocks import BlockIds
 from engine.scheduler.loops_hash import NUM_WORDS, Chain
-from engine.scheduler.loops_sequences import BlockTables, Chains, Positions, Slots, State, TokenBlocks, TokenIds
+from engine.scheduler.loops_sequences import (
+    BlockTables,
+    Chains,
+    Positions,
+    RequestNumbers,
+    State,
+    TokenBlocks,
+    TokenIds,
+)
 from engine.scheduler.sequence import Sequence
 from protocol.arrays import Bool, Int32
 from protocol.block_hash import HASH_WORDS
@@ -24,7 +32,7 @@ from protocol.errors import ProtocolError
 NEVER = np.iinfo(np.int32).max
 
 
-class Flight:
+class InFlightStep:
     """A batch between schedule and commit."""
 
     __slots__ = ("batch", "positions")
@@ -42,8 +50,8 @@ class SequenceTable:
     scheduled (known tokens, plus drafts or tokens still being sampled, never past `cap`); `computed` (scheduled ones
     included); `capacity` of its blocks in tokens; `limit` at which it ends; `cap` beyond which nothing is ever
     computed; `edge` of the next block to make findable; `chained` tokens in blocks whose hash is known; base + token
-    index = index in the whole answer; attempt; fresh: 1 until its first token was reported; ignore_eos; offer: 1 if its
-    first token ends it here; `num` tokens that the step being scheduled gives it; `allowed`: what the step's budget
+    index = index in the whole answer; attempt; fresh: 1 until its first token was reported; ignore_eos; producer: 1 if
+    its first token ends it here; `num` tokens that the step being scheduled gives it; `allowed`: what the step's budget
     leaves of its goal, where that had to be asked.
     """
 
@@ -79,13 +87,13 @@ class SequenceTable:
         self.allowed: Int32 = state[loops.ALLOWED]
         self.no_stops = np.full(max_num_seqs, NEVER, np.int32)
         """For batches in which nobody has stop tokens of his own. Never written to."""
-        self.slots = Slots(np.zeros(max_num_seqs, np.int64))
+        self.request_numbers = RequestNumbers(np.zeros(max_num_seqs, np.int64))
         self.running: list[Sequence] = []
         self.num_own_stops = 0
         """How many of them have stop tokens of their own."""
         self.request_ids: list[str] = []
         """Replaced, never changed: batches keep it."""
-        self.flights: deque[Flight] = deque()
+        self.in_flight: deque[InFlightStep] = deque()
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._left_rows: deque[tuple[int, int]] = deque()
         """(last step scheduled when it was left, row)."""
@@ -116,7 +124,7 @@ class SequenceTable:
         numbers[loops.ATTEMPT] = request.key.attempt
         numbers[loops.FRESH] = int(num_tokens == sequence.num_first or sequence.first_token_id is not None)
         numbers[loops.IGNORE_EOS] = int(request.sampling.ignore_eos)
-        numbers[loops.OFFER] = int(sequence.kv == "offer")
+        numbers[loops.PRODUCER] = int(sequence.kv == "producer")
         loops.enter(
             self.state,
             position,
@@ -129,7 +137,7 @@ class SequenceTable:
             sequence.chain,
         )
         self.sampling.put(row, request.sampling, base=base, eos_token_ids=self._eos_token_ids)
-        self.slots[position] = request.slot
+        self.request_numbers[position] = request.request_number
         self.running.append(sequence)
         self.num_own_stops += bool(sequence.stop_token_ids)
         self.request_ids = [*self.request_ids, request.key.request_id]
@@ -174,7 +182,7 @@ class SequenceTable:
     def leave(self, positions: Iterable[int]) -> None:
         """Unseats sequences (at least one). Their rows are free when the steps in flight have committed."""
         gone = sorted(positions)
-        last_step = self.flights[-1].batch.step if self.flights else None
+        last_step = self.in_flight[-1].batch.step if self.in_flight else None
         ids = self.request_ids.copy()
         for position in reversed(gone):
             sequence = self.running.pop(position)
@@ -187,9 +195,9 @@ class SequenceTable:
                 self._left_rows.append((last_step, sequence.row))
         self.request_ids = ids
         left = np.array(gone, np.int32)
-        loops.close_gaps(self.state, self.slots, left, len(ids) + len(gone))
-        for flight in self.flights:
-            loops.follow(flight.positions, left)
+        loops.close_gaps(self.state, self.request_numbers, left, len(ids) + len(gone))
+        for in_flight_step in self.in_flight:
+            loops.follow(in_flight_step.positions, left)
 
     def committed(self, step: int) -> None:
         """Rows left before or in `step` may be used again."""
@@ -200,5 +208,5 @@ class SequenceTable:
         """Raises ProtocolError unless every row is free."""
         if self.running or self._left_rows or len(self._free_rows) != len(self.token_ids):
             raise ProtocolError(
-                f"{len(self.running)} sequences run and {len(self._left_rows)} rows are kept back in an idle engine"
+                f"{len(self.running)} sequences run and {len(self._left_rows)} rows are held in an idle engine"
             )

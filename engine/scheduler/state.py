@@ -17,7 +17,7 @@ from engine.scheduler.preemption import Costs
 from engine.scheduler.sequence import Sequence
 from engine.scheduler.sequence_table import SequenceTable
 from engine.scheduler.thrash import ThrashMeter
-from engine.scheduler.waiting_line import WaitingLine
+from engine.scheduler.waiting_queue import WaitingQueue
 from protocol.arrays import Int32
 from protocol.messages import RequestKey
 
@@ -35,7 +35,7 @@ class SchedulerState:
     config: EngineConfig
     blocks: BlockManager
     table: SequenceTable
-    line: WaitingLine
+    waiting: WaitingQueue
     eos_token_ids: EosTokenIds
     proposer: Proposer | None
     """None: no drafts."""
@@ -46,7 +46,7 @@ class SchedulerState:
     events: Events = field(default_factory=Events)
     num_unoffered: int = 0
     num_reserved: int = 0
-    num_offers: int = 0
+    num_producers: int = 0
     """Running sequences whose KV is handed over after the prompt."""
     num_recomputed_tokens: int = 0
     num_padding_tokens: int = 0
@@ -77,7 +77,7 @@ class SchedulerState:
 
     @property
     def closed(self) -> bool:
-        """Preemptions cost too much: nobody of the line enters beside those that run or have a destination."""
+        """Preemptions cost too much: nobody of the queue enters beside those that run or have a destination."""
         if self.thrash is None or not len(self.table):
             return False
         return len(self.table) + self.num_reserved + len(self.arrived) >= self.thrash.seats
@@ -85,8 +85,8 @@ class SchedulerState:
     def leave(self, positions: Iterable[int]) -> None:
         """Unseats sequences whose blocks have been released or handed over. Positions change."""
         positions = list(positions)
-        if self.num_offers:
-            self.num_offers -= sum(self.table.running[position].kv == "offer" for position in positions)
+        if self.num_producers:
+            self.num_producers -= sum(self.table.running[position].kv == "producer" for position in positions)
         self.table.leave(positions)
 
     def drop_swapped(self, sequence: Sequence) -> None:
@@ -94,8 +94,10 @@ class SchedulerState:
         self.host.release(sequence.host_blocks)
         sequence.host_blocks, sequence.num_swapped = [], 0
 
-    def name_filled(self, first: int, end: int) -> None:
+    def cache_full_blocks(self, first: int, end: int) -> None:
         """Makes the blocks findable that the tokens just placed for the positions `first` to `end` - 1 fill up."""
         table, arrays = self.table, self.blocks.arrays
         known, chains = table.blocks_of_tokens, table.chains
-        loops_sequences.name_filled(*arrays, table.state, table.block_tables, known, chains, first, end, table.words)
+        loops_sequences.cache_full_blocks(
+            *arrays, table.state, table.block_tables, known, chains, first, end, table.words
+        )

@@ -8,7 +8,7 @@ from engine.scheduler.scheduler import Scheduler
 from protocol.histogram import SECONDS, TOKENS, Histogram
 from protocol.messages import ReplicaStatus, RequestKey
 
-NUM_TRAYS = 8
+NUM_STEPS = 8
 PREFIX_COUNTERS = ("cached_tokens", "prefix_query_tokens", "redispatched_cached_tokens", "redispatched_query_tokens")
 """A request's first attempt asks the prefix cache for what others left; later ones mostly find the request's own work,
 and count apart.
@@ -28,7 +28,7 @@ class StepCounts:
         self._budget = config.max_num_batched_tokens
         self._looks_up = config.enable_prefix_caching
         self._seconds, self._tokens = Histogram(SECONDS), Histogram(TOKENS)
-        self._batches: deque[Batch] = deque(maxlen=NUM_TRAYS)
+        self._batches: deque[Batch] = deque(maxlen=NUM_STEPS)
 
     def looked_up(self, key: RequestKey, num_cached: int, num_tokens: int) -> None:
         """An attempt of `num_tokens` known tokens began; the prefix cache had `num_cached` of them."""
@@ -38,7 +38,7 @@ class StepCounts:
             self._counters["redispatched_query_tokens" if kind else "prefix_query_tokens"] += num_tokens
 
     def scheduled(self, batch: Batch) -> None:
-        """Kept for the last trays of the status."""
+        """Kept for the steps that the status shows."""
         self._batches.append(batch)
 
     def committed(self, batch: Batch, output: StepOutput) -> None:
@@ -80,12 +80,12 @@ class StepCounts:
             num_early_handoffs=num_early_handoffs,
             num_free_blocks=scheduler.num_free_blocks,
             num_cached_blocks=scheduler.blocks.num_cached,
-            num_held_blocks=scheduler.blocks.num_quarantined,
+            num_held_blocks=scheduler.blocks.num_held,
             thrash_ratio=scheduler.thrash_ratio,
             transport=transport,
             counters=dict(self._counters),
             distributions={"step_seconds": self._seconds.now, "step_tokens": self._tokens.now},
-            last_trays=tuple(batch.tray() for batch in self._batches),
+            num_scheduled_tokens=tuple(batch.num_scheduled_tokens() for batch in self._batches),
             hashes_added=added,
             hashes_removed=removed,
         )

@@ -19,8 +19,8 @@ from protocol.errors import ConfigError
 from protocol.messages import (
     ROUTER_ID,
     Address,
+    EngineRequest,
     Envelope,
-    GenerateRequest,
     Hello,
     Message,
     PeerUp,
@@ -85,9 +85,9 @@ def test_a_pair_answers_through_shared_memory(wire: Wire) -> None:
     wire.say(DECODE, PeerUp(peer=PREFILL, endpoint=hello.endpoint))
     prompt, num_tokens = list(range(40)), 10
     for role, receiver, peer in (("prefill", PREFILL, DECODE), ("decode", DECODE, PREFILL)):
-        request = GenerateRequest(
+        request = EngineRequest(
             key=RequestKey(1, "r", 1),
-            slot=0,
+            request_number=0,
             role=role,  # type: ignore[arg-type]
             peer=peer,
             prompt_token_ids=np.array(prompt, np.int32),
@@ -184,7 +184,7 @@ def test_what_the_limits_of_one_engine_mean_is_said_at_the_start() -> None:
 
     assert warned() == []
     assert warned("prefill.num_blocks=3") == [
-        "prompts of more than 32 tokens are computed by decode engines alone: prefill engines do not take them"
+        "prompts of more than 32 tokens are computed by decode engines themselves: prefill engines do not take them"
     ]
     assert warned("decode.num_blocks=3", "prefill.replicas=0")[0].startswith(
         "prompts of more than 32 tokens are refused"

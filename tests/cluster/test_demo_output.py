@@ -32,7 +32,7 @@ def test_answers_may_say_anything_and_tables_fold() -> None:
     console.print(demo._request_table([answer]))
     engine = {
         "replica_id": "decode-0[/red]",
-        "trays": [{"Z" * 90: 1}],
+        "num_scheduled_tokens": [{"Z" * 90: 1}],
         "steps": 12345678.0,
         "num_blocks": 5,
         "num_blocks_used": 4,

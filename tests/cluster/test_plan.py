@@ -142,7 +142,7 @@ def test_a_gpu_must_be_known_and_large_enough() -> None:
         (("decode.num_blocks=60",), "decode: 59 blocks hold not one sequence of this load"),
         (
             ("prefill.replicas=1", "prefill.max_model_len=2000"),
-            "prompts of more than 1999 tokens are computed by decode engines alone",
+            "prompts of more than 1999 tokens are computed by decode engines themselves",
         ),
         (
             ("prefill.replicas=1", "prefill.max_model_len=2000", "router.disaggregation=strict"),

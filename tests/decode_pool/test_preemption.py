@@ -16,9 +16,15 @@ def pressed(**knobs: Any) -> DecodeWorld:
 
 
 def ask(world: DecodeWorld) -> None:
-    for name, slot, num_prompt, max_tokens in (("a", 1, 8, 10), ("b", 2, 4, 12)):
+    for name, request_number, num_prompt, max_tokens in (("a", 1, 8, 10), ("b", 2, 4, 12)):
         message = world.request(
-            num_prompt, key=key(name), slot=slot, role="alone", peer=None, max_tokens=max_tokens, cache_salt=name
+            num_prompt,
+            key=key(name),
+            request_number=request_number,
+            role="colocated",
+            peer=None,
+            max_tokens=max_tokens,
+            cache_salt=name,
         )
         world.say(ROUTER, message)
 
@@ -28,17 +34,17 @@ def hear_room(world: DecodeWorld, num_blocks: int) -> None:
 
 
 def run(world: DecodeWorld) -> tuple[dict[int, list[int]], list[tuple[int, str, str]]]:
-    """(tokens, ends) by slot, in order of arrival."""
+    """(tokens, ends) by request_number, in order of arrival."""
     while world.step():
         pass
     tokens: dict[int, list[int]] = {1: [], 2: []}
     ends = []
     for _, message in world.sent(StepTokens):
         at = 0
-        for slot, count in zip(message.slots.tolist(), message.counts.tolist(), strict=True):
-            tokens[slot] += message.token_ids[at : at + count].tolist()
+        for request_number, count in zip(message.request_numbers.tolist(), message.counts.tolist(), strict=True):
+            tokens[request_number] += message.token_ids[at : at + count].tolist()
             at += count
-        ends += [(end.slot, end.kind, end.error) for end in message.ends]
+        ends += [(end.request_number, end.kind, end.error) for end in message.ends]
     return tokens, ends
 
 

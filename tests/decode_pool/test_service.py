@@ -106,7 +106,7 @@ def test_own_prefix_hits_are_not_pulled() -> None:
     while world.step():
         pass
     world.sent()
-    world.generate(name="again", slot=8)
+    world.generate(name="again", request_number=8)
     world.handoff(name="again", first_token_id=ANSWER[0])
     world.step()
     (pull,) = world.network.pulls
@@ -136,7 +136,7 @@ CAUSES = {"abort": [], "deadline": ["aborted"], "drain": ["returned"], "router g
 def test_what_ends_a_request_before_it_runs(cause: str, state: str) -> None:
     world = DecodeWorld(num_blocks=9)
     if state == "waiting":
-        world.generate(num_prompt=20, name="first", slot=1)  # takes what is free
+        world.generate(num_prompt=20, name="first", request_number=1)  # takes what is free
         world.handoff(num_prompt=20, ready=4, name="first")
         world.step()
     world.generate(deadline_s=3.0 if cause == "deadline" else None)
@@ -344,7 +344,7 @@ def test_a_peer_that_cannot_be_opened_fails_attempts_and_nothing_else() -> None:
 
 def test_alone_it_prefills_by_the_same_pass() -> None:
     world = DecodeWorld()
-    world.say(ROUTER, world.request(role="alone", peer=None))
+    world.say(ROUTER, world.request(role="colocated", peer=None))
     assert [world.step() for _ in range(6)] == [{"r": 8}, {"r": 2}, {"r": 1}, {"r": 1}, {"r": 1}, {}]
     tokens = [token for _, m in world.sent(StepTokens) for token in m.token_ids.tolist()]
     assert tokens == ANSWER and world.service.idle
@@ -361,11 +361,11 @@ def test_what_cannot_be_served_is_failed_at_once() -> None:
 
 def test_a_failed_step_fails_its_requests_alone() -> None:
     world = DecodeWorld(max_num_batched_tokens=10)
-    world.say(ROUTER, world.request(role="alone", peer=None))
+    world.say(ROUTER, world.request(role="colocated", peer=None))
     assert world.service.schedule() is not None
-    world.say(ROUTER, world.request(role="alone", peer=None, name="other", slot=8))
+    world.say(ROUTER, world.request(role="colocated", peer=None, name="other", request_number=8))
     world.service.step_failed("boom")
-    assert [(end.slot, end.kind, end.error) for end in world.ends()] == [(7, "failed", "boom")]
+    assert [(end.request_number, end.kind, end.error) for end in world.ends()] == [(7, "failed", "boom")]
     assert world.scheduler.blocks.visible() == {}
     assert world.step() == {"other": 10}
 
@@ -375,12 +375,12 @@ def found_in_flight(ready: int) -> tuple[DecodeWorld, Batch]:
     blocks already.
     """
     world = DecodeWorld()
-    world.say(ROUTER, world.request(role="alone", peer=None, name="first", slot=8))
+    world.say(ROUTER, world.request(role="colocated", peer=None, name="first", request_number=8))
     assert world.service.schedule() is not None
     world.generate()
     world.handoff(ready=ready, first_token_id=ANSWER[0])
     batch = world.service.schedule()
-    assert batch is not None and batch.tray() == {"first": 2}
+    assert batch is not None and batch.num_scheduled_tokens() == {"first": 2}
     return world, batch
 
 
@@ -390,7 +390,7 @@ def test_a_failed_step_fails_who_reserved_the_blocks_that_it_was_to_fill(ready: 
     num_pulls = len(world.network.pulls)
     assert num_pulls == (ready == 10)
     world.service.step_failed("boom")
-    assert sorted((end.slot, end.kind, end.error) for end in world.ends()) == [
+    assert sorted((end.request_number, end.kind, end.error) for end in world.ends()) == [
         (7, "failed", "boom"),
         (8, "failed", "boom"),
     ]
@@ -413,7 +413,7 @@ def test_who_had_ended_does_not_fail_again_with_a_step() -> None:
     world, _ = found_in_flight(10)
     world.say(ROUTER, AbortRequest(key=key(), reason="client"))
     world.service.step_failed("boom")
-    assert [end.slot for end in world.ends()] == [8]
+    assert [end.request_number for end in world.ends()] == [8]
     world.finish_pulls()
     assert releases(world) == ["refused"]
 
@@ -428,8 +428,8 @@ def test_status_counts_pulls_and_early_handoffs() -> None:
 
 def test_an_older_router_is_not_heard() -> None:
     world = DecodeWorld()
-    world.say(ROUTER._replace(epoch=2), world.request(role="alone", peer=None))
-    world.say(ROUTER, world.request(role="alone", peer=None), receiver=D._replace(epoch=5))
+    world.say(ROUTER._replace(epoch=2), world.request(role="colocated", peer=None))
+    world.say(ROUTER, world.request(role="colocated", peer=None), receiver=D._replace(epoch=5))
     assert world.service.idle and world.service.counters["ignored"] == 2
 
 
@@ -439,7 +439,10 @@ def test_waiting_for_seconds_makes_urgent(aging_s: float, first: str) -> None:
     world = DecodeWorld(
         scheduling_policy="priority", priority_aging_s=aging_s, max_num_batched_tokens=4, max_num_seqs=1
     )
-    for slot, (name, priority) in enumerate((("old", 3), ("urgent", 0))):
-        world.clock.advance_to(31.0 * slot)
-        world.say(ROUTER, world.request(4, name=name, slot=slot, priority=priority, role="alone", peer=None))
+    for request_number, (name, priority) in enumerate((("old", 3), ("urgent", 0))):
+        world.clock.advance_to(31.0 * request_number)
+        world.say(
+            ROUTER,
+            world.request(4, name=name, request_number=request_number, priority=priority, role="colocated", peer=None),
+        )
     assert world.step() == {first: 4}

@@ -44,8 +44,8 @@ def test_a_page_that_differs_is_made_right_and_words_stay_where_rows_do() -> Non
     assert written(page.replace(row, row + row.replace("consumed", "eaten"))) == page
     for wrong in ("", row.replace("`gone`", "`revoking`")):
         assert written(page.replace(row, wrong)) == page.replace(row, row.replace("D has all of it.", ""))
-    said = "| `lease_slot` | `int` |"
-    assert written(page.replace(said, "| `lease_slot` | `str` |")) == page
+    said = "| `lease_index` | `int` |"
+    assert written(page.replace(said, "| `lease_index` | `str` |")) == page
     assert written(page.replace(said, "| `slot` | `int` |")) != page
 
 

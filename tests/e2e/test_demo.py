@@ -41,6 +41,6 @@ def test_the_demo_answers_eight_prompts_and_leaves_nothing(demo_model: Path, tmp
     assert (prefill["role"], decode["role"]) == ("prefill", "decode")
     assert decode["bytes_moved"] > 0
     assert decode["gb_per_s"] > 0
-    assert any(len(tray) > 1 for tray in decode["trays"] + prefill["trays"])
+    assert any(len(step) > 1 for step in decode["num_scheduled_tokens"] + prefill["num_scheduled_tokens"])
     for title in ("Requests (times in ms)", "TTFT", "Engines"):
         assert title in result.stdout

@@ -21,8 +21,8 @@ from protocol.messages import (
     AbortRequest,
     Address,
     Drain,
+    EngineRequest,
     Envelope,
-    GenerateRequest,
     KVRenew,
     Message,
     PeerGap,
@@ -40,11 +40,11 @@ BLOCK_SIZE, MAX_LEN = 4, 64
 TIMEOUT_S = HANG_S
 
 
-def request(number: int, prompt: list[int], max_tokens: int) -> GenerateRequest:
-    return GenerateRequest(
+def request(number: int, prompt: list[int], max_tokens: int) -> EngineRequest:
+    return EngineRequest(
         key=RequestKey(1, f"r{number}", 1),
-        slot=number,
-        role="alone",
+        request_number=number,
+        role="colocated",
         peer=None,
         prompt_token_ids=np.array(prompt, np.int32),
         offset=0,
@@ -60,7 +60,7 @@ class FakeService:
         self.outbox: list[tuple[Address, Message]] = []
         self.token_ids = np.zeros((num_rows, MAX_LEN), np.int32)
         self.block_tables = np.arange(1, 1 + num_rows * MAX_LEN // BLOCK_SIZE, dtype=np.int32).reshape(num_rows, -1)
-        self.running: dict[int, tuple[GenerateRequest, int]] = {}
+        self.running: dict[int, tuple[EngineRequest, int]] = {}
         """row: (request, tokens known)"""
         self.flying: list[list[int]] = []
         self.handled: list[Envelope] = []
@@ -78,10 +78,10 @@ class FakeService:
         self.threads.add(threading.current_thread().name)
         self.handled.append(envelope)
         match envelope.message:
-            case GenerateRequest() as asked:
-                self.token_ids[asked.slot, : len(asked.prompt_token_ids)] = asked.prompt_token_ids
-                self.running[asked.slot] = (asked, len(asked.prompt_token_ids))
-                self.answers[asked.slot] = []
+            case EngineRequest() as asked:
+                self.token_ids[asked.request_number, : len(asked.prompt_token_ids)] = asked.prompt_token_ids
+                self.running[asked.request_number] = (asked, len(asked.prompt_token_ids))
+                self.answers[asked.request_number] = []
             case Drain():
                 self.running.clear()
 
@@ -127,10 +127,15 @@ class FakeService:
         self.num_router_gone += 1
 
 
-def tokens(slot: int, token_id: int) -> StepTokens:
+def tokens(request_number: int, token_id: int) -> StepTokens:
     one = np.ones(1, np.int32)
     return StepTokens(
-        router_epoch=1, slots=np.array([slot]), attempts=one, offsets=one, counts=one, token_ids=one * token_id
+        router_epoch=1,
+        request_numbers=np.array([request_number]),
+        attempts=one,
+        offsets=one,
+        counts=one,
+        token_ids=one * token_id,
     )
 
 

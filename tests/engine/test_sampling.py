@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.sampling import SUM_WIDTH, Contexts, choose, greedy, pick, uniforms
+from engine.sampling import SUM_WIDTH, Contexts, greedy, pick, sample_tokens, uniforms
 from engine.sampling_metadata import SamplingMetadata
 from protocol.messages import SamplingParams
 
@@ -126,7 +126,7 @@ def test_a_batch_chooses_what_the_reference_chooses_row_by_row(
     params, prompts, answers, noise = (list(column) for column in zip(*cases, strict=True))
     logits = np.stack([np.random.default_rng(seed).normal(0, 2, VOCAB).astype(np.float32) for seed in noise])
     sampling, contexts = make(params, prompts, answers)
-    chosen, reports = choose(torch.from_numpy(logits), sampling, contexts)
+    chosen, reports = sample_tokens(torch.from_numpy(logits), sampling, contexts)
     for i, (own, prompt, answer, _) in enumerate(cases):
         expected, gap = reference(logits[i].tolist(), prompt, answer, len(answer), own)
         assert chosen[i] == expected or gap < 1e-5
@@ -145,7 +145,7 @@ def draws(params: SamplingParams, logits: list[float], count: int) -> np.ndarray
     """Shares of the tokens in `count` draws: one sequence each, seeds 0, 1, 2, ..."""
     own = [replace(params, seed=seed) for seed in range(count)]
     sampling, contexts = make(own, [[1]] * count, [[]] * count)
-    chosen, _ = choose(torch.tensor([logits] * count), sampling, contexts)
+    chosen, _ = sample_tokens(torch.tensor([logits] * count), sampling, contexts)
     return np.bincount(chosen, minlength=len(logits)) / count
 
 
@@ -195,14 +195,16 @@ def test_a_choice_depends_neither_on_the_batch_nor_on_where_the_attempt_began() 
     params = [SamplingParams(temperature=0.9, top_p=0.9, seed=i, presence_penalty=0.5, min_tokens=9) for i in range(5)]
     params.append(SamplingParams())
     prompts, answers = [[i + 1, i + 2, 9] for i in range(6)], [list(range(i + 20, i + 26)) for i in range(6)]
-    together, _ = choose(logits, *make(params, prompts, answers))
-    alone = [int(choose(logits[i : i + 1], *make([params[i]], [prompts[i]], [answers[i]]))[0][0]) for i in range(6)]
+    together, _ = sample_tokens(logits, *make(params, prompts, answers))
+    alone = [
+        int(sample_tokens(logits[i : i + 1], *make([params[i]], [prompts[i]], [answers[i]]))[0][0]) for i in range(6)
+    ]
     assert together.tolist() == alone
     again = []  # a later attempt: the answer so far is the end of what it is given as its prompt
     for i in range(6):
         given = [*prompts[i], *answers[i]]
         sampling, contexts = make([params[i]], [given], [[]], base=len(answers[i]))
-        again.append(int(choose(logits[i : i + 1], sampling, contexts)[0][0]))
+        again.append(int(sample_tokens(logits[i : i + 1], sampling, contexts)[0][0]))
     assert again == alone
 
 
@@ -212,7 +214,7 @@ def test_rows_without_wishes_are_greedy_and_the_flag_says_so() -> None:
         [SamplingParams(seed=5, stop_token_ids=(3,), top_k=4, top_p=0.5)] * 4, [[1]] * 4, [[]] * 4
     )
     assert sampling.num_special == 0
-    assert choose(logits, sampling, contexts)[0].tolist() == greedy(logits).tolist()
+    assert sample_tokens(logits, sampling, contexts)[0].tolist() == greedy(logits).tolist()
     sampling.put(2, SamplingParams(logprobs=0), base=-1, eos_token_ids=())
     assert sampling.num_special == 1
     sampling.left(2)
@@ -239,7 +241,9 @@ def test_top_p_of_a_flat_distribution_keeps_its_share_of_a_large_vocabulary() ->
     logits = generator.normal(0, 0.01, (1, 20_000)).astype(np.float32)
     weights = np.exp(logits[0].astype(float))
     params = [SamplingParams(temperature=1.0, top_p=0.3, seed=seed) for seed in range(200)]
-    kept = set(choose(torch.from_numpy(logits.repeat(200, axis=0)), *make(params, [[1]] * 200, [[]] * 200))[0].tolist())
+    kept = set(
+        sample_tokens(torch.from_numpy(logits.repeat(200, axis=0)), *make(params, [[1]] * 200, [[]] * 200))[0].tolist()
+    )
     order = np.argsort(-weights)
     num_kept = int((np.cumsum(weights[order]) < 0.3 * weights.sum()).sum()) + 1
     ranks = sorted(order.argsort()[list(kept)].tolist())

@@ -70,7 +70,7 @@ class Engine:
 
     def add(self, name: str, sampling: SamplingParams, *, prompt: list[int] = PROMPT, **fields: Any) -> RequestKey:
         key = RequestKey(1, name, 1)
-        fields = {"max_tokens": 9, "slot": len(self._names), **fields}
+        fields = {"max_tokens": 9, "request_number": len(self._names), **fields}
         self._names.append(name)
         self.answers[name], self.logprobs[name] = {}, []
         self.scheduler.add(Request(key=key, prompt_token_ids=np.array(prompt, np.int32), sampling=sampling, **fields))
@@ -85,14 +85,16 @@ class Engine:
                 return
             committed = self.scheduler.commit(outputs.pop(0))
             start = 0
-            for slot, offset, count in zip(
-                committed.slots.tolist(), committed.offsets.tolist(), committed.counts.tolist(), strict=True
+            for request_number, offset, count in zip(
+                committed.request_numbers.tolist(), committed.offsets.tolist(), committed.counts.tolist(), strict=True
             ):
                 tokens = committed.token_ids[start : start + count].tolist()
-                self.answers[self._names[slot]].update({offset + ahead: token for ahead, token in enumerate(tokens)})
+                self.answers[self._names[request_number]].update(
+                    {offset + ahead: token for ahead, token in enumerate(tokens)}
+                )
                 start += count
             for entry in committed.logprobs:
-                self.logprobs[self._names[entry.slot]].append(entry)
+                self.logprobs[self._names[entry.request_number]].append(entry)
             self.prompts += committed.prompts
             self.reasons |= {ended.key.request_id: ended.finish_reason for ended in committed.finished}
 
@@ -147,12 +149,12 @@ def test_a_later_attempt_and_a_preempted_sequence_go_on_where_they_were() -> Non
 
 def test_the_first_token_and_its_logprobs_cross_the_handoff() -> None:
     prefill, decode = Engine(), Engine()
-    prefill.add("r", SAMPLED, kv="offer")
+    prefill.add("r", SAMPLED, kv="producer")
     prefill.run()
     (done,) = prefill.prompts
     assert (done.first_token_id, done.first_logprobs) == (ANSWER[0], expected_logprobs(ANSWER[0], 2))
     check_logprobs(prefill, "r")
-    key = decode.add("r", SAMPLED, kv="remote")
+    key = decode.add("r", SAMPLED, kv="consumer")
     decode.scheduler.offer(key)
     decode.scheduler.schedule()
     (reserved,) = decode.scheduler.take_events().reserved

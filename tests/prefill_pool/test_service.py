@@ -9,7 +9,7 @@ from protocol.errors import ProtocolError
 from protocol.messages import (
     AbortRequest,
     Drain,
-    GenerateRequest,
+    EngineRequest,
     Hello,
     KVHandoff,
     KVRelease,
@@ -48,12 +48,12 @@ def test_chunks_are_offered_as_they_are_computed_and_the_first_token_goes_to_the
     ((to, first),) = world.sent()
     assert to == D and isinstance(first, KVHandoff)
     assert (first.num_ready_tokens, first.final, first.first_token_id, len(first.block_ids)) == (8, False, None, 3)
-    assert world.words[first.lease_slot] == first.lease_id == 5 << 32 | 1
+    assert world.words[first.lease_index] == first.lease_id == 5 << 32 | 1
     assert world.step() == {"r": 2}
     (_, last), (to, tokens) = world.sent()
     assert (last.num_ready_tokens, last.final, last.first_token_id, last.lease_id) == (10, True, FIRST, first.lease_id)
     assert to == ROUTER and isinstance(tokens, StepTokens)
-    assert (tokens.slots.tolist(), tokens.offsets.tolist(), tokens.token_ids.tolist(), tokens.ends) == (
+    assert (tokens.request_numbers.tolist(), tokens.offsets.tolist(), tokens.token_ids.tolist(), tokens.ends) == (
         [7],
         [0],
         [FIRST],
@@ -208,7 +208,9 @@ def test_a_refusal_that_decode_cannot_tell_of_is_told_here(final: bool) -> None:
         key=key(), lease_id=lease_id(world), outcome="refused", reason="early handoffs are full", router_knows=False
     )
     world.say(D, refused)
-    assert [(end.slot, end.kind, end.error) for end in world.ends()] == [(7, "returned", "early handoffs are full")]
+    assert [(end.request_number, end.kind, end.error) for end in world.ends()] == [
+        (7, "returned", "early handoffs are full")
+    ]
     assert world.service.idle
 
 
@@ -239,13 +241,13 @@ def test_what_the_prefix_cache_had_is_told_with_the_first_token_and_with_an_end_
     world.sent()
     world.generate(key=key("hit"), deadline_s=3.0)
     world.step()
-    world.generate(12, key=key("late"), slot=8, deadline_s=3.0)
+    world.generate(12, key=key("late"), request_number=8, deadline_s=3.0)
     world.service.schedule()
     told = [stage for _, m in world.sent(StepTokens) for stage in m.stages]
-    assert [(stage.slot, stage.num_cached_tokens) for stage in told] == [(7, 8)]
+    assert [(stage.request_number, stage.num_cached_tokens) for stage in told] == [(7, 8)]
     world.pass_time(3.0)
     told = [stage for _, m in world.sent(StepTokens) for stage in m.stages]
-    assert [(stage.slot, stage.num_cached_tokens) for stage in told] == [(8, 8)]
+    assert [(stage.request_number, stage.num_cached_tokens) for stage in told] == [(8, 8)]
     assert (world.service.counters["cached_tokens"], world.service.counters["prefix_query_tokens"]) == (
         16,
         10 + 10 + 12,
@@ -276,11 +278,11 @@ def test_an_abort_during_a_step_frees_the_blocks_when_the_step_is_done() -> None
 def test_a_failed_step_fails_its_requests_alone() -> None:
     world = PrefillWorld(max_num_batched_tokens=16)
     world.generate()
-    world.generate(num_prompt=3, name="other", slot=8)
+    world.generate(num_prompt=3, name="other", request_number=8)
     assert world.service.schedule() is not None
-    world.generate(num_prompt=3, name="waits", slot=9)
+    world.generate(num_prompt=3, name="waits", request_number=9)
     world.service.step_failed("out of memory")
-    assert [(end.slot, end.kind, end.error) for end in world.ends()] == [
+    assert [(end.request_number, end.kind, end.error) for end in world.ends()] == [
         (7, "failed", "out of memory"),
         (8, "failed", "out of memory"),
     ]
@@ -299,10 +301,10 @@ def test_what_cannot_be_served_is_failed_at_once() -> None:
 
 def test_to_a_router_that_was_only_slow_every_end_is_told() -> None:
     world = leased()
-    world.generate(name="waits", key=key("waits"), slot=8)
+    world.generate(name="waits", key=key("waits"), request_number=8)
     world.sent()
     world.pass_time(10.0)
-    assert [(end.slot, end.kind) for end in world.ends()] == [(7, "returned"), (8, "returned")]
+    assert [(end.request_number, end.kind) for end in world.ends()] == [(7, "returned"), (8, "returned")]
 
 
 def test_a_newer_router_ends_the_older_ones_keys_and_an_older_one_is_not_heard() -> None:
@@ -333,7 +335,7 @@ def test_status_every_second() -> None:
     world.sent()
     world.pass_time(1.0)
     ((to, status),) = world.sent(ReplicaStatus)
-    assert to == ROUTER and (status.num_leases, status.num_free_blocks, status.last_trays) == (
+    assert to == ROUTER and (status.num_leases, status.num_free_blocks, status.num_scheduled_tokens) == (
         1,
         13,
         ({"r": 8}, {"r": 2}),
@@ -346,13 +348,13 @@ def test_prompts_that_share_a_prefix_are_leased_apart() -> None:
     world = PrefillWorld(max_num_batched_tokens=32)
     world.generate()
     world.step()
-    world.generate(num_prompt=12, name="twin", slot=8)
+    world.generate(num_prompt=12, name="same", request_number=8)
     world.step()
     handoffs = [m for _, m in world.sent(KVHandoff)]
     assert handoffs[0].block_ids[:2] == handoffs[1].block_ids[:2]
     world.say(D, KVRelease(key=key(), lease_id=handoffs[0].lease_id, outcome="consumed"))
     assert world.scheduler.blocks.all_owned(list(handoffs[1].block_ids))
-    world.say(D, KVRelease(key=key("twin"), lease_id=handoffs[1].lease_id, outcome="consumed"))
+    world.say(D, KVRelease(key=key("same"), lease_id=handoffs[1].lease_id, outcome="consumed"))
     assert world.service.idle and world.num_free() == 16
     world.service.check_idle()
 
@@ -360,7 +362,7 @@ def test_prompts_that_share_a_prefix_are_leased_apart() -> None:
 def test_a_request_without_a_decode_peer_is_a_bug() -> None:
     world = PrefillWorld()
     message = world.request(role="prefill", peer=None)
-    assert isinstance(message, GenerateRequest)
+    assert isinstance(message, EngineRequest)
     world.say(ROUTER, message)
     with pytest.raises(ProtocolError, match="names no decode peer"):
         world.step()
@@ -372,7 +374,7 @@ def test_waiting_for_seconds_makes_urgent(aging_s: float, first: str) -> None:
     world = PrefillWorld(
         scheduling_policy="priority", priority_aging_s=aging_s, max_num_batched_tokens=4, max_num_seqs=1
     )
-    for slot, (name, priority) in enumerate((("old", 3), ("urgent", 0))):
-        world.clock.advance_to(31.0 * slot)
-        world.generate(4, name=name, slot=slot, priority=priority)
+    for request_number, (name, priority) in enumerate((("old", 3), ("urgent", 0))):
+        world.clock.advance_to(31.0 * request_number)
+        world.generate(4, name=name, request_number=request_number, priority=priority)
     assert world.step() == {first: 4}

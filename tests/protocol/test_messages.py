@@ -12,8 +12,8 @@ from protocol.messages import (
     Address,
     Drain,
     End,
+    EngineRequest,
     Envelope,
-    GenerateRequest,
     Hello,
     KVHandoff,
     KVRelease,
@@ -36,9 +36,9 @@ IDS = np.array([5, 6], np.int32)
 LAYOUT = b"0123456789abcdef"
 
 EXAMPLES: list[Message] = [
-    GenerateRequest(
+    EngineRequest(
         key=KEY,
-        slot=4,
+        request_number=4,
         role="prefill",
         peer=PREFILL,
         prompt_token_ids=IDS,
@@ -50,7 +50,7 @@ EXAMPLES: list[Message] = [
     KVHandoff(
         key=KEY,
         lease_id=3 << 32 | 1,
-        lease_slot=0,
+        lease_index=0,
         lease_s=30.0,
         block_ids=(1, 2),
         num_ready_tokens=16,
@@ -63,7 +63,7 @@ EXAMPLES: list[Message] = [
     KVRevoke(key=KEY, lease_id=3 << 32 | 1, reason="aborted"),
     StepTokens(
         router_epoch=1,
-        slots=np.array([4]),
+        request_numbers=np.array([4]),
         attempts=IDS[:1],
         offsets=IDS[:1],
         counts=IDS[:1],
@@ -81,7 +81,7 @@ EXAMPLES: list[Message] = [
         num_early_handoffs=0,
         num_free_blocks=0,
         counters={"steps": 1.0},
-        last_trays=({"r": 2},),
+        num_scheduled_tokens=({"r": 2},),
         hashes_added=(LAYOUT,),
     ),
     RouterStatus(router_epoch=1, seq=0, prefill_room_blocks=8, prefill_max_tokens=0),

@@ -52,8 +52,8 @@ def test_a_deadline_that_has_passed_is_refused() -> None:
 
 def test_the_line_is_ordered_by_priority_then_arrival_with_returned_ones_in_front() -> None:
     line = AdmissionQueue(max_queue=10)
-    for slot, priority in enumerate([1, 0, 1, 0]):
-        line.push(slot, priority)
+    for request_number, priority in enumerate([1, 0, 1, 0]):
+        line.push(request_number, priority)
     line.push(9, 1, front=True)
     order = []
     while (head := line.head()) is not None:

@@ -19,7 +19,7 @@ def advances(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
 
     def advance(self: Lockstep, message: StepTokens, now: float) -> Delivered:
-        seen.append(len(message.slots))
+        seen.append(len(message.request_numbers))
         return original(self, message, now)
 
     original = Lockstep.advance
@@ -32,7 +32,7 @@ class Decoding:
 
     def __init__(self, *names: str, **changes: Any) -> None:
         self.world = World()
-        self.slots = list(range(len(names)))
+        self.request_numbers = list(range(len(names)))
         for name in names:
             self.world.submit(name, max_tokens=40, **changes)
         self.offset = 0
@@ -40,23 +40,23 @@ class Decoding:
     def step(
         self,
         *,
-        slots: list[int] | None = None,
+        request_numbers: list[int] | None = None,
         offset: int | None = None,
         ends: tuple[End, ...] = (),
         sender: Address = D,
     ) -> None:
-        slots = self.slots if slots is None else slots
+        request_numbers = self.request_numbers if request_numbers is None else request_numbers
         start = self.offset if offset is None else offset
         self.offset += offset is None
-        ones = np.ones(len(slots), np.int32)
+        ones = np.ones(len(request_numbers), np.int32)
         self.world.clock.now += 0.01
         message = StepTokens(
             router_epoch=3,
-            slots=np.array(slots, np.int64),
+            request_numbers=np.array(request_numbers, np.int64),
             attempts=ones,
             offsets=ones * start,
             counts=ones,
-            token_ids=np.array([100 * slot + start for slot in slots], np.int32),
+            token_ids=np.array([100 * request_number + start for request_number in request_numbers], np.int32),
             ends=ends,
         )
         self.world.say(sender, message)
@@ -97,14 +97,14 @@ def test_the_end_of_one_comes_after_its_last_token(advances: list[int]) -> None:
     decoding = Decoding("a", "b")
     decoding.step()
     decoding.step(ends=(End(0, 1, "finished", "length"),))
-    decoding.step(slots=[1])
-    decoding.step(slots=[1])
+    decoding.step(request_numbers=[1])
+    decoding.step(request_numbers=[1])
     assert advances == [2, 1]
     assert decoding.answers() == {"a": [0, 1], "b": [100, 101, 102, 103]}
     assert decoding.world.ended().usage.completion_tokens == 2
 
 
-@pytest.mark.parametrize("changes", [{"offset": 1}, {"slots": [1, 0]}, {"slots": [0]}])
+@pytest.mark.parametrize("changes", [{"offset": 1}, {"request_numbers": [1, 0]}, {"request_numbers": [0]}])
 def test_another_message_is_read_row_by_row(advances: list[int], changes: dict[str, Any]) -> None:
     decoding = Decoding("a", "b")
     decoding.step()
@@ -114,7 +114,7 @@ def test_another_message_is_read_row_by_row(advances: list[int], changes: dict[s
     assert decoding.world.router.counters["repeated_tokens"] == (2 if "offset" in changes else 0)
 
 
-@pytest.mark.parametrize("changes", [{"sender": P, "slots": [0]}, {"slots": [0, 7]}])
+@pytest.mark.parametrize("changes", [{"sender": P, "request_numbers": [0]}, {"request_numbers": [0, 7]}])
 def test_a_token_that_came_another_way_is_not_delivered_again(advances: list[int], changes: dict[str, Any]) -> None:
     decoding = Decoding("a", "b")
     decoding.step()
@@ -144,13 +144,16 @@ def test_neither_prefill_nor_a_request_with_logprobs_goes_in_lockstep(advances: 
 
 def test_a_request_named_twice_does_not_go_in_lockstep(advances: list[int]) -> None:
     decoding = Decoding("a", "b")
-    decoding.step(slots=[0])
+    decoding.step(request_numbers=[0])
     both = np.array([0, 0], np.int64)
     ones = np.ones(2, np.int32)
     for offset in (1, 2):
         offsets = np.array([offset, offset + 1], np.int32)
         decoding.world.say(
-            D, StepTokens(router_epoch=3, slots=both, attempts=ones, offsets=offsets, counts=ones, token_ids=offsets)
+            D,
+            StepTokens(
+                router_epoch=3, request_numbers=both, attempts=ones, offsets=offsets, counts=ones, token_ids=offsets
+            ),
         )
     assert not advances
     assert decoding.answers() == {"a": [0, 1, 2, 3]}
@@ -162,11 +165,11 @@ def played(seed: int) -> tuple[list[Any], dict[str, float], Any]:
     said: list[Any] = []
 
     def active() -> list[ActiveRequest]:
-        return sorted(world.router.active(), key=lambda entry: entry.slot)
+        return sorted(world.router.active(), key=lambda entry: entry.request_number)
 
     for number in range(300):
         world.clock.now += draw.choice([0.0, 0.01])
-        rows = [(entry.slot, entry.attempt, len(entry.delivered)) for entry in active() if entry.decode == D]
+        rows = [(entry.request_number, entry.attempt, len(entry.delivered)) for entry in active() if entry.decode == D]
         if number < 5 or draw.random() < 0.05:
             world.submit(f"r{number}", max_tokens=500)
             continue
@@ -181,13 +184,13 @@ def played(seed: int) -> tuple[list[Any], dict[str, float], Any]:
             starts = [known - (known > 0 and draw.random() < 0.02) for _, _, known in rows]
             counts = [1 + (draw.random() < 0.02) for _ in rows]
             ends = tuple(
-                End(slot, attempt, draw.choice(["finished", "failed"]), "stop")
-                for slot, attempt, _ in rows
+                End(request_number, attempt, draw.choice(["finished", "failed"]), "stop")
+                for request_number, attempt, _ in rows
                 if draw.random() < 0.01
             )
             message = StepTokens(
                 router_epoch=3,
-                slots=np.array([slot for slot, _, _ in rows], np.int64),
+                request_numbers=np.array([request_number for request_number, _, _ in rows], np.int64),
                 attempts=np.array([attempt for _, attempt, _ in rows], np.int32),
                 offsets=np.array(starts, np.int32),
                 counts=np.array(counts, np.int32),

@@ -3,7 +3,7 @@
 import pytest
 
 from protocol.errors import ProtocolError
-from protocol.messages import GenerateRequest, Logprobs, SamplingParams, TokenLogprobs
+from protocol.messages import EngineRequest, Logprobs, SamplingParams, TokenLogprobs
 from router.request import Delivered
 from tests.router.test_router import D, P, World
 
@@ -39,7 +39,7 @@ def test_the_next_attempt_goes_on_and_keeps_the_seed() -> None:
     world.tokens(P, 0, [5], logprobs=entries(0, -0.5))
     world.sent()
     world.tokens(D, 0, [], ("failed", None, "no"))
-    requests = [message for _, message in world.sent(GenerateRequest)]
+    requests = [message for _, message in world.sent(EngineRequest)]
     assert {(request.offset, request.sampling) for request in requests} == {(1, ASKED)}
     world.tokens(D, 1, [6], attempt=2, logprobs=entries(1, -0.6, attempt=2))
     assert received(world) == [([5], [-0.5]), ([6], [-0.6])]

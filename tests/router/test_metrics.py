@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from protocol.errors import CapacityError, Overloaded, RequestError
 from protocol.histogram import Histogram
-from protocol.messages import Address, GenerateRequest, ReplicaStatus, StageSeconds
+from protocol.messages import Address, EngineRequest, ReplicaStatus, StageSeconds
 from router.config import RouterConfig
 from router.frontdoor import FrontDoor, Model
 from router.metrics import METRICS, PREFIX, RouterCollector
@@ -263,7 +263,7 @@ def test_a_request_is_one_answer_whether_it_is_accepted_or_refused() -> None:
         15,
         0,
     )
-    assert world.sent(GenerateRequest) == [] and world.router.num_open == 0
+    assert world.sent(EngineRequest) == [] and world.router.num_open == 0
     assert sum(world.door.totals.ends.values()) == 0
 
     async def fits() -> None:

@@ -27,20 +27,26 @@ def run(world: World) -> None:
         continue
 
 
-def alone(world: DecodeWorld, name: str, slot: int, num_prompt: int, max_tokens: int) -> None:
+def alone(world: DecodeWorld, name: str, request_number: int, num_prompt: int, max_tokens: int) -> None:
     """Each under a salt of its own: they share no prefix."""
     message = world.request(
-        num_prompt, key=key(name), slot=slot, role="alone", peer=None, max_tokens=max_tokens, cache_salt=name
+        num_prompt,
+        key=key(name),
+        request_number=request_number,
+        role="colocated",
+        peer=None,
+        max_tokens=max_tokens,
+        cache_salt=name,
     )
     world.say(ROUTER, message)
 
 
 def test_a_prefill_engine_counts_prompts_and_their_prefix() -> None:
     world = PrefillWorld()
-    world.generate(10, key=key("first"), slot=1)
+    world.generate(10, key=key("first"), request_number=1)
     run(world)
     assert counted(world, "steps", "scheduled_tokens", "budget_tokens", "scheduled_sequences") == (2, 10, 16, 2)
-    world.generate(10, key=key("second"), slot=2)
+    world.generate(10, key=key("second"), request_number=2)
     run(world)
     assert counted(world, "prompt_tokens", "cached_tokens", "prefix_query_tokens", "generated_tokens") == (12, 8, 20, 2)
     status = last_status(world)
@@ -50,8 +56,8 @@ def test_a_prefill_engine_counts_prompts_and_their_prefix() -> None:
 
 def test_a_decode_engine_counts_what_it_pulls() -> None:
     world = DecodeWorld()
-    for name, slot in (("first", 1), ("second", 2)):
-        world.generate(10, key=key(name), slot=slot)
+    for name, request_number in (("first", 1), ("second", 2)):
+        world.generate(10, key=key(name), request_number=request_number)
         world.handoff(10, key=key(name))
         world.step()  # reserves
         world.finish_pulls()
@@ -110,8 +116,8 @@ def test_blocks_are_reported_by_state() -> None:
 
 def test_padding_is_what_a_captured_size_adds_to_a_step_of_decodes() -> None:
     world = DecodeWorld(cuda_graph_sizes=(2, 4))
-    for name, slot in (("a", 1), ("b", 2), ("c", 3)):
-        alone(world, name, slot, num_prompt=2, max_tokens=3)
+    for name, request_number in (("a", 1), ("b", 2), ("c", 3)):
+        alone(world, name, request_number, num_prompt=2, max_tokens=3)
     run(world)
     assert counted(world, "steps", "scheduled_tokens", "padding_tokens") == (3, 6 + 3 + 3, 2)
 

@@ -143,7 +143,7 @@ P, D = Address("p", 1), Address("d", 1)
         ([], [replica("d")], {}, Route(None, D)),
         ([replica("p", "prefill", state="suspected")], [replica("d")], {}, Route(None, D)),
         ([replica("p", "prefill", state="draining")], [replica("d")], {"disaggregation": "strict"}, None),
-        ([replica("p", "prefill")], [replica("d")], {"disaggregation": "off"}, Route(None, D)),
+        ([replica("p", "prefill")], [replica("d")], {"disaggregation": "colocated"}, Route(None, D)),
         # Full pools: the request waits in the router rather than fall back.
         ([replica("p", "prefill", in_flight=10)], [replica("d")], {}, None),
         ([replica("p", "prefill")], [replica("d", in_flight=10)], {}, None),

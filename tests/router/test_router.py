@@ -21,8 +21,8 @@ from protocol.messages import (
     AbortRequest,
     Address,
     End,
+    EngineRequest,
     Envelope,
-    GenerateRequest,
     Hello,
     PeerGap,
     PeerUp,
@@ -97,16 +97,16 @@ class World:
         end: Any = None,
         *,
         attempt: int = 1,
-        slot: int = 0,
+        request_number: int = 0,
         **more: Any,
     ) -> None:
-        ends = (End(slot, attempt, *end),) if end else ()
-        one = [slot] if token_ids else []
+        ends = (End(request_number, attempt, *end),) if end else ()
+        one = [request_number] if token_ids else []
         self.say(
             sender,
             StepTokens(
                 router_epoch=3,
-                slots=np.array(one, np.int64),
+                request_numbers=np.array(one, np.int64),
                 attempts=np.array([attempt] * len(one), np.int32),
                 offsets=np.array([offset] * len(one), np.int32),
                 counts=np.array([len(token_ids)] * len(one), np.int32),
@@ -143,7 +143,7 @@ def test_engines_are_introduced_whichever_starts_first() -> None:
 def test_a_pair_gets_the_request_and_both_counters_rise() -> None:
     world = World()
     world.submit()
-    (to_decode, decode), (to_prefill, prefill) = world.sent(GenerateRequest)
+    (to_decode, decode), (to_prefill, prefill) = world.sent(EngineRequest)
     assert (to_decode, decode.role, decode.peer) == (D, "decode", P)
     assert (to_prefill, prefill.role, prefill.peer) == (P, "prefill", D)
     assert decode.key == prefill.key == (3, "r", 1)
@@ -196,7 +196,7 @@ def test_a_failed_attempt_goes_on_from_what_was_delivered() -> None:
     world.tokens(D, 2, [], ("failed", None, "boom"))
     sent = world.sent()
     assert (P, "superseded") in [(to, m.reason) for to, m in sent if isinstance(m, AbortRequest)]
-    retry = next(m for to, m in sent if isinstance(m, GenerateRequest) and to == D)
+    retry = next(m for to, m in sent if isinstance(m, EngineRequest) and to == D)
     assert (retry.key.attempt, retry.prompt_token_ids.tolist(), retry.offset, retry.max_tokens) == (
         2,
         [7, 8, 9, 40, 41],
@@ -260,23 +260,23 @@ def test_a_prompt_that_decode_alone_computes_goes_there() -> None:
     world = World(prefill=False)
     world.hello(P, "prefill", max_prompt_tokens=16)
     world.submit(prompt_token_ids=prompt(17))
-    ((to, message),) = world.sent(GenerateRequest)
-    assert (to, message.role) == (D, "alone")
+    ((to, message),) = world.sent(EngineRequest)
+    assert (to, message.role) == (D, "colocated")
 
 
 def test_a_prompt_that_prefill_alone_computes_waits_for_it_and_lets_others_pass() -> None:
     world = World()
     world.hello(Address("decode-0", 9), "decode", max_prompt_tokens=16)
     world.submit("long", prompt_token_ids=prompt(17))
-    assert {message.role for _, message in world.sent(GenerateRequest)} == {"prefill", "decode"}
+    assert {message.role for _, message in world.sent(EngineRequest)} == {"prefill", "decode"}
     world.router.replica_down(P)
     with pytest.raises(RequestFailed, match="no prefill engine that computes a prompt of 17 tokens is up"):
         world.submit("longer", prompt_token_ids=prompt(17))
     world.submit("short")
-    ((_, message),) = world.sent(GenerateRequest)
-    assert (message.key.request_id, message.role, world.router.num_queued) == ("short", "alone", 1)
+    ((_, message),) = world.sent(EngineRequest)
+    assert (message.key.request_id, message.role, world.router.num_queued) == ("short", "colocated", 1)
     world.hello(Address("prefill-0", 10), "prefill")
-    assert [message.key.request_id for _, message in world.sent(GenerateRequest)] == ["long", "long"]
+    assert [message.key.request_id for _, message in world.sent(EngineRequest)] == ["long", "long"]
 
 
 def test_an_answer_that_goes_on_is_not_a_prompt() -> None:
@@ -286,8 +286,8 @@ def test_an_answer_that_goes_on_is_not_a_prompt() -> None:
     world.submit()
     world.sent()
     world.tokens(Address("decode-0", 9), 0, [1, 2], end=("returned",))
-    ((_, message),) = world.sent(GenerateRequest)
-    assert (message.role, message.offset, len(message.prompt_token_ids)) == ("alone", 2, 5)
+    ((_, message),) = world.sent(EngineRequest)
+    assert (message.role, message.offset, len(message.prompt_token_ids)) == ("colocated", 2, 5)
 
 
 def test_a_decode_engine_that_cannot_hold_the_whole_answer_does_not_get_it() -> None:
@@ -296,11 +296,11 @@ def test_a_decode_engine_that_cannot_hold_the_whole_answer_does_not_get_it() -> 
     world.sent()
     world.router.replica_down(D)
     world.hello(Address("decode-1", 9), "decode", num_blocks=14, max_prompt_tokens=52)
-    assert world.sent(GenerateRequest) == [] and world.router.num_queued == 1
+    assert world.sent(EngineRequest) == [] and world.router.num_queued == 1
 
 
 def test_nothing_is_returned_to_a_prefill_pool_that_is_not_used() -> None:
-    for mode, told in (("auto", (50, 63)), ("off", (0, 0))):
+    for mode, told in (("auto", (50, 63)), ("colocated", (0, 0))):
         world = World(disaggregation=mode)
         world.say(P, status(num_free_blocks=50))
         world.clock.advance_to(2.0)
@@ -341,7 +341,7 @@ def test_decode_down_tells_prefill_that_its_peer_is_lost() -> None:
     world.router.replica_down(D)
     assert [(to, m.reason) for to, m in world.sent()] == [(P, "peer_lost")]
     world.hello(Address("decode-0", 9), "decode")
-    retry = next(m for to, m in world.sent(GenerateRequest) if to == Address("decode-0", 9))
+    retry = next(m for to, m in world.sent(EngineRequest) if to == Address("decode-0", 9))
     assert retry.offset == 2
     world.tokens(D, 2, [66], attempt=1)  # of the dead epoch
     assert world.received() == [40, 41]
@@ -357,7 +357,7 @@ def test_a_silent_engine_is_suspected_told_and_comes_back_when_it_speaks() -> No
     assert not world.router.ready and world.in_flight() == {"decode-0": 0}
     world.say(D, status(num_free_blocks=9))
     assert world.router.ready
-    assert [m.key.attempt for _, m in world.sent(GenerateRequest)] == [2]
+    assert [m.key.attempt for _, m in world.sent(EngineRequest)] == [2]
 
 
 def test_a_gap_means_down_and_the_supervisor_is_told() -> None:
@@ -465,7 +465,7 @@ def test_without_an_engine_requests_are_refused_and_without_prefill_decode_serve
         )
     world = World(prefill=False)
     world.submit()
-    assert [(to, m.role, m.peer) for to, m in world.sent(GenerateRequest)] == [(D, "alone", None)]
+    assert [(to, m.role, m.peer) for to, m in world.sent(EngineRequest)] == [(D, "colocated", None)]
 
 
 def test_status_goes_out_every_second_with_the_largest_room() -> None:
@@ -498,7 +498,7 @@ def test_strict_disaggregation_refuses_what_would_fall_back() -> None:
     with pytest.raises(InvalidRequest, match="prefill engines hold 8 tokens"):
         world.submit(max_tokens=7)
     world.submit("fits", max_tokens=6)
-    assert {m.role for _, m in world.sent(GenerateRequest)} == {"prefill", "decode"}
+    assert {m.role for _, m in world.sent(EngineRequest)} == {"prefill", "decode"}
 
 
 def test_what_says_that_it_is_ready_takes_requests_and_only_that() -> None:
@@ -516,7 +516,7 @@ def test_what_says_that_it_is_ready_takes_requests_and_only_that() -> None:
         lambda world, address: world.router.drain(5.0),
         silence,
     ]
-    for disaggregation, prefill, loss, address in product(("auto", "strict", "off"), (True, False), gone, (P, D)):
+    for disaggregation, prefill, loss, address in product(("auto", "strict", "colocated"), (True, False), gone, (P, D)):
         world = World(prefill=prefill, disaggregation=disaggregation)
         if address == D or prefill:
             loss(world, address)

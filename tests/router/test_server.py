@@ -399,7 +399,7 @@ def test_server_info_and_loads() -> None:
         num_free_blocks=60,
         transport="shared_memory",
         counters={"steps": 9.0},
-        last_trays=({"a": 5, "b": 1},),
+        num_scheduled_tokens=({"a": 5, "b": 1},),
     )
     core.engines = [
         ReplicaView(Address("decode-0", 7), hello, time.monotonic() - 2.0, "up", 3, status=status),
@@ -431,13 +431,13 @@ def test_server_info_and_loads() -> None:
             0,
             4,
         )
-        assert (first.transport, first.counters, first.last_trays) == (
+        assert (first.transport, first.counters, first.num_scheduled_tokens) == (
             "shared_memory",
             {"steps": 9.0},
             [{"a": 5, "b": 1}],
         )
         assert first.age_s >= 2.0
-        assert (second.state, second.num_waiting, second.last_trays) == ("suspected", None, [])
+        assert (second.state, second.num_waiting, second.num_scheduled_tokens) == ("suspected", None, [])
 
     scenario(test, core)
 

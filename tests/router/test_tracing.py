@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from protocol.clock import VirtualClock
 from protocol.errors import ConfigError, RequestFailed
-from protocol.messages import Address, Envelope, GenerateRequest, Hello, SamplingParams
+from protocol.messages import Address, EngineRequest, Envelope, Hello, SamplingParams
 from router.actor import RouterActor
 from router.admission import ClientRequest
 from router.config import RouterConfig
@@ -78,7 +79,8 @@ def test_a_call_has_a_span_for_each_part_under_the_callers_own() -> None:
 
     async def test(s: Serving) -> None:
         async with AsyncClient(s.address) as client:
-            await client.generate_text(prompt_token_ids=[1, 2], traceparent=TRACEPARENT)
+            asked: dict[str, Any] = {"prompt_token_ids": [1, 2], "max_tokens": 1, "temperature": 0.5, "seed": 3}
+            await client.generate_text(traceparent=TRACEPARENT, request_id="mine", **asked)
             request = await s.next_submit()
         call = recorded.spans["generate"]
         assert request.traceparent == f"00-{TRACE}-{call.context.span_id:016x}-01"
@@ -100,6 +102,21 @@ def test_a_call_has_a_span_for_each_part_under_the_callers_own() -> None:
     )
     assert call.attributes is not None and call.attributes["rpc.response.status_code"] == "OK"
     assert call.attributes["twopass.0.messages_s"] == 0.5
+    asked: dict[str, object] = {
+        "operation.name": "text_completion",
+        "provider.name": "twopass",
+        "request.model": "arithmetic",
+    }
+    asked |= {"request.max_tokens": 1, "request.temperature": 0.5, "request.seed": 3, "request.choice.count": 1}
+    told: dict[str, object] = {
+        "response.id": "mine",
+        "response.finish_reasons": ("length",),
+        "response.model": "arithmetic",
+    }
+    told |= {"usage.input_tokens": 2, "usage.output_tokens": 1, "usage.cache_read.input_tokens": 0}
+    for name, value in (asked | told).items():
+        assert call.attributes[f"gen_ai.{name}"] == value, name
+    assert "gen_ai.request.top_k" not in call.attributes, "what nobody asked for is left out"
 
 
 def test_failed_refused_and_cancelled_calls_end_with_their_status() -> None:
@@ -186,7 +203,7 @@ def test_the_router_hands_the_context_to_both_engines() -> None:
         request_id="a", prompt_token_ids=prompt, max_tokens=4, sampling=SamplingParams(), traceparent=TRACEPARENT
     )
     router.submit(request)
-    sent = [message for _, message in router.outbox if isinstance(message, GenerateRequest)]
+    sent = [message for _, message in router.outbox if isinstance(message, EngineRequest)]
     assert [(message.role, message.traceparent) for message in sent] == [
         ("decode", TRACEPARENT),
         ("prefill", TRACEPARENT),

@@ -16,7 +16,7 @@ from engine.scheduler.admission import seat_arrived
 from engine.scheduler.state import SchedulerState
 from kv_transfer.transports.local import LocalPull
 from protocol.errors import RequestCancelled, RequestFailed
-from protocol.messages import Envelope, GenerateRequest, SamplingParams
+from protocol.messages import EngineRequest, Envelope, SamplingParams
 from router.admission import ClientRequest
 from router.config import RouterConfig
 from simulator.engines import Engines
@@ -102,7 +102,7 @@ def all_right(simulation: Simulation) -> bool:
 
 
 def cycle_behind_the_head() -> Simulation:
-    """Four answers outgrow the decode engine: evicted ones come to head the line while others arrive behind them."""
+    """Four answers outgrow the decode engine: evicted ones come to head the queue while others arrive behind them."""
     return Simulation(
         scenario(clients(8, num_prompt=8, num_tokens=30), prefill_blocks=24, decode_blocks=16, max_num_seqs=2)
     )
@@ -110,7 +110,7 @@ def cycle_behind_the_head() -> Simulation:
 
 def head_wants_what_arrived_ones_hold(simulation: Simulation) -> bool:
     state: SchedulerState = simulation.replicas["decode-0"].scheduler._state
-    head = state.line.head()
+    head = state.waiting.head()
     if head is None or not state.arrived:
         return False
     lacking = state.num_blocks(len(head.tokens)) - state.blocks.num_free
@@ -127,7 +127,7 @@ def test_arrived_sequences_pass_a_head_that_needs_their_blocks() -> None:
 def test_if_they_queued_behind_it_nothing_would_move(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "engine.scheduler.scheduler.seat_arrived",
-        lambda state, budget: [] if len(state.line) else seat_arrived(state, budget),
+        lambda state, budget: [] if len(state.waiting) else seat_arrived(state, budget),
     )
     with pytest.raises(Violation, match="I9"):
         cycle_behind_the_head().run()
@@ -164,7 +164,7 @@ def test_prefills_length_limit_ends_no_answer() -> None:
     simulation = Simulation(scenario(load, prefill_blocks=40, decode_blocks=99, prefill={"max_model_len": 64}))
     simulation.run()
     assert all_right(simulation)
-    assert (simulation.router.counters["disaggregated"], simulation.router.counters["alone"]) == (2, 2)
+    assert (simulation.router.counters["disaggregated"], simulation.router.counters["colocated"]) == (2, 2)
 
 
 def test_what_has_outgrown_prefill_is_not_returned_to_it() -> None:
@@ -178,7 +178,7 @@ def test_what_has_outgrown_prefill_is_not_returned_to_it() -> None:
     assert all_right(simulation)
     counters = simulation.replicas["decode-0"].service.counters
     assert counters["preemption_reason_no_room"] > 0
-    assert simulation.router.counters["alone"] == 0
+    assert simulation.router.counters["colocated"] == 0
 
 
 def test_without_chunks_a_long_prompt_goes_where_it_is_computed() -> None:
@@ -191,7 +191,7 @@ def test_without_chunks_a_long_prompt_goes_where_it_is_computed() -> None:
     simulation.run()
     assert all_right(simulation)
     counters = simulation.router.counters
-    assert (counters["retries"], counters["alone"]) == (0, 2) and counters["returned"] > 0
+    assert (counters["retries"], counters["colocated"]) == (0, 2) and counters["returned"] > 0
 
 
 def test_a_full_table_of_early_handoffs_costs_time_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +199,7 @@ def test_a_full_table_of_early_handoffs_costs_time_alone(monkeypatch: pytest.Mon
 
     def send(self: Wire, envelope: Envelope) -> None:
         message = envelope.message
-        late = isinstance(message, GenerateRequest) and message.role == "decode" and message.key.attempt == 1
+        late = isinstance(message, EngineRequest) and message.role == "decode" and message.key.attempt == 1
         self._queue.at(0.1 if late else 0.001, partial(self._arrive, envelope))
 
     monkeypatch.setattr(Wire, "send", send)
@@ -384,5 +384,5 @@ def test_strict_refuses_rather_than_falls_back() -> None:
         )
         simulation.run()
         num_refused += sum("strict" in str(client.refused) for client in simulation.clients.values())
-        assert simulation.router.counters["alone"] == 0
+        assert simulation.router.counters["colocated"] == 0
     assert num_refused > 5

@@ -88,4 +88,4 @@ def test_without_faults_every_request_finishes_and_no_timer_fires(pools: tuple[i
             client.received == client.expected for client in simulation.clients.values() if client.refused is None
         )
         share = simulation.router.counters["disaggregated"] / simulation.router.counters["accepted"]
-        assert (share >= 1.0) == (pools[0] > 0 and simulation.scenario.router.disaggregation != "off")
+        assert (share >= 1.0) == (pools[0] > 0 and simulation.scenario.router.disaggregation != "colocated")

@@ -138,9 +138,9 @@ def retry_after_the_terminal_event(patch: pytest.MonkeyPatch) -> None:
         original(self, entry, finish_reason, error)
         if isinstance(error, RequestCancelled) and key is not None:
             entry.key, entry.prefill, entry.decode = None, None, None
-            self._open[entry.slot] = entry
-            self._slots[entry.request.request_id] = entry.slot
-            self._line.push(entry.slot, 0)
+            self._open[entry.request_number] = entry
+            self._request_numbers[entry.request.request_id] = entry.request_number
+            self._waiting.push(entry.request_number, 0)
 
     patch.setattr(Router, "_close", close)
 
@@ -151,7 +151,7 @@ def retry_after_the_terminal_event(patch: pytest.MonkeyPatch) -> None:
 def deadline_not_kept_in_the_routers_queue(patch: pytest.MonkeyPatch) -> None:
     def submit(self: Router, request: ClientRequest) -> None:
         original(self, request)
-        self._timers.cancel(self._num_slots - 1)
+        self._timers.cancel(self._num_numbered - 1)
 
     original = Router.submit
     patch.setattr(Router, "submit", submit)
@@ -185,7 +185,7 @@ def refused_after_it_was_consumed(patch: pytest.MonkeyPatch) -> None:
 
 def arrived_ones_wait_behind_the_line(patch: pytest.MonkeyPatch) -> None:
     def seat(state: SchedulerState, budget: int) -> int:
-        return budget if len(state.line) else admission.seat_arrived(state, budget)
+        return budget if len(state.waiting) else admission.seat_arrived(state, budget)
 
     patch.setattr("engine.scheduler.scheduler.seat_arrived", seat)
 
@@ -206,7 +206,7 @@ def destination_without_the_next_tokens_slot(patch: pytest.MonkeyPatch) -> None:
     def num_tokens(request: Request) -> int:
         return len(request.prompt_token_ids)
 
-    patch.setattr(admission, "_num_remote_tokens", num_tokens)
+    patch.setattr(admission, "_num_destination_tokens", num_tokens)
 
 
 def what_can_never_fit_is_accepted(patch: pytest.MonkeyPatch) -> None:
@@ -318,9 +318,9 @@ def refused_early_handoff_told_by_nobody(patch: pytest.MonkeyPatch) -> None:
 
 
 def keys_of_a_silent_router_end_in_silence(patch: pytest.MonkeyPatch) -> None:
-    def end(self: RouterLink, key: RequestKey, slot: int, kind: Any, **rest: Any) -> None:
+    def end(self: RouterLink, key: RequestKey, request_number: int, kind: Any, **rest: Any) -> None:
         if rest.get("error") != ROUTER_SILENT:
-            original(self, key, slot, kind, **rest)
+            original(self, key, request_number, kind, **rest)
 
     original = RouterLink.end
     patch.setattr(RouterLink, "end", end)
@@ -342,8 +342,8 @@ def prefill_judges_how_long_the_answer_may_be(patch: pytest.MonkeyPatch) -> None
 def no_hit_taken_for_not_told(patch: pytest.MonkeyPatch) -> None:
     def handle(self: Router, envelope: Envelope) -> None:
         if isinstance(envelope.message, StepTokens):
-            for slot, attempt, _, num_cached in envelope.message.stages:
-                entry = self._open.get(slot)
+            for request_number, attempt, _, num_cached in envelope.message.stages:
+                entry = self._open.get(request_number)
                 if entry is not None and entry.attempt == attempt:
                     entry.num_cached_tokens = entry.num_cached_tokens or num_cached
         original(self, envelope)

@@ -67,7 +67,7 @@ def host_blocks_given_twice(patch: pytest.MonkeyPatch) -> None:
 
 def host_blocks_free_once_copied(patch: pytest.MonkeyPatch) -> None:
     def commit(self: Scheduler, output: StepOutput) -> object:
-        batch = self._state.table.flights[0].batch
+        batch = self._state.table.in_flight[0].batch
         if batch.swap_out is not None:
             self._state.host._free.extend(batch.swap_out[:, 1].tolist())
         return original(self, output)

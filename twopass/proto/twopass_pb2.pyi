@@ -241,7 +241,7 @@ class GetLoadsResponse(_message.Message):
     def __init__(self, num_open: _Optional[int] = ..., num_queued: _Optional[int] = ..., replicas: _Optional[_Iterable[_Union[ReplicaLoad, _Mapping]]] = ...) -> None: ...
 
 class ReplicaLoad(_message.Message):
-    __slots__ = ("replica_id", "epoch", "role", "state", "in_flight", "num_blocks", "block_size", "max_num_seqs", "num_waiting", "num_running", "num_free_blocks", "num_leases", "num_pulls", "transport", "counters", "last_trays", "age_s")
+    __slots__ = ("replica_id", "epoch", "role", "state", "in_flight", "num_blocks", "block_size", "max_num_seqs", "num_waiting", "num_running", "num_free_blocks", "num_leases", "num_pulls", "transport", "counters", "num_scheduled_tokens", "age_s")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -264,7 +264,7 @@ class ReplicaLoad(_message.Message):
     NUM_PULLS_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
-    LAST_TRAYS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SCHEDULED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     epoch: int
@@ -281,11 +281,11 @@ class ReplicaLoad(_message.Message):
     num_pulls: int
     transport: str
     counters: _containers.ScalarMap[str, float]
-    last_trays: _containers.RepeatedCompositeFieldContainer[Tray]
+    num_scheduled_tokens: _containers.RepeatedCompositeFieldContainer[ScheduledTokens]
     age_s: float
-    def __init__(self, replica_id: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., in_flight: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_pulls: _Optional[int] = ..., transport: _Optional[str] = ..., counters: _Optional[_Mapping[str, float]] = ..., last_trays: _Optional[_Iterable[_Union[Tray, _Mapping]]] = ..., age_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, replica_id: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., in_flight: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_pulls: _Optional[int] = ..., transport: _Optional[str] = ..., counters: _Optional[_Mapping[str, float]] = ..., num_scheduled_tokens: _Optional[_Iterable[_Union[ScheduledTokens, _Mapping]]] = ..., age_s: _Optional[float] = ...) -> None: ...
 
-class Tray(_message.Message):
+class ScheduledTokens(_message.Message):
     __slots__ = ("num_tokens",)
     class NumTokensEntry(_message.Message):
         __slots__ = ("key", "value")

@@ -123,11 +123,11 @@ def test_bfloat16_stays_close() -> None:
 def test_tokens_are_chosen_from_float32_logits_in_bfloat16_too(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[torch.Tensor] = []
 
-    def choose(logits: torch.Tensor, *rest: Any) -> Any:
+    def sample_tokens(logits: torch.Tensor, *rest: Any) -> Any:
         seen.append(logits)
-        return cuda_sampling.choose(logits, *rest)
+        return cuda_sampling.sample_tokens(logits, *rest)
 
-    monkeypatch.setattr(cuda, "choose", choose)
+    monkeypatch.setattr(cuda, "sample_tokens", sample_tokens)
     model = build_model(TINY, "bfloat16", random_tensors(TINY, torch.bfloat16).__getitem__)
     by_kernels(model).execute(make_batch([list(range(20))], [0], [20], [[4, 9]]))
     assert seen[0].dtype is torch.float32 and bool((seen[0].bfloat16() != seen[0]).any())

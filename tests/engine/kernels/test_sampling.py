@@ -58,7 +58,7 @@ def choose_both(
         table.put(row, replace(params, seed=seed), base=index, eos_token_ids=())
     nobody = np.zeros(count, np.int32)
     contexts = on_cpu.Contexts(np.arange(count, dtype=np.int32), nobody, np.zeros((count, 1), np.int32), nobody)
-    expected, _ = on_cpu.choose(torch.from_numpy(scores.copy()), table, contexts)
+    expected, _ = on_cpu.sample_tokens(torch.from_numpy(scores.copy()), table, contexts)
     out = torch.full((count,), -1, dtype=torch.int32)
     sampling.sample(
         torch.from_numpy(scores.copy()),

@@ -1,6 +1,6 @@
 """A scheduler with short names for what tests do to it."""
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from engine.config import EngineConfig
 from engine.runner import Batch
 from engine.scheduler.outcome import Committed, Events
 from engine.scheduler.scheduler import Scheduler
-from engine.scheduler.sequence import Request
+from engine.scheduler.sequence import KVRole, Request
 from protocol.messages import RequestKey, SamplingParams
 from tests.engine.scheduler.chain_model import VOCAB_SIZE, ChainModel
 
@@ -52,7 +52,7 @@ class Driver:
         num_prompt: int,
         max_tokens: int = 4,
         *,
-        kv: Literal["local", "offer", "remote"] = "local",
+        kv: KVRole = "local",
         first: int = 0,
         priority: int = 0,
         arrival: float | None = None,
@@ -60,22 +60,22 @@ class Driver:
         **sampling: Any,
     ) -> Request:
         """`first`: the prompt counts up from here, so equal ones share blocks."""
-        slot = len(self._names)
+        request_number = len(self._names)
         prompt = np.arange(first, first + num_prompt, dtype=np.int32) % VOCAB_SIZE
         prompt.setflags(write=False)  # as those out of a message may be
         request = Request(
             key=key_of(name),
-            slot=slot,
+            request_number=request_number,
             prompt_token_ids=prompt,
             max_tokens=max_tokens,
             sampling=SamplingParams(**sampling),
             kv=kv,
             priority=priority,
-            arrival=float(slot) if arrival is None else arrival,
+            arrival=float(request_number) if arrival is None else arrival,
             offset=offset,
         )
         self.scheduler.add(request)
-        self._names[slot] = name
+        self._names[request_number] = name
         self.answers[name], self.offsets[name] = [], []
         return request
 
@@ -86,25 +86,25 @@ class Driver:
         if batch is None:
             return {}, events
         self.batches.append(batch)
-        return batch.tray(), events
+        return batch.num_scheduled_tokens(), events
 
     def commit(self) -> Committed:
         committed = self.scheduler.commit(self.model.execute(self.batches.pop(0)))
         start = 0
-        for slot, offset, count in zip(
-            committed.slots.tolist(), committed.offsets.tolist(), committed.counts.tolist(), strict=True
+        for request_number, offset, count in zip(
+            committed.request_numbers.tolist(), committed.offsets.tolist(), committed.counts.tolist(), strict=True
         ):
-            self.answers[self._names[slot]] += committed.token_ids[start : start + count].tolist()
-            self.offsets[self._names[slot]].append(offset)
+            self.answers[self._names[request_number]] += committed.token_ids[start : start + count].tolist()
+            self.offsets[self._names[request_number]].append(offset)
             start += count
         self.ended |= {finished.key.request_id: finished.finish_reason for finished in committed.finished}
         return committed
 
     def step(self) -> tuple[dict[str, int], Events]:
-        tray, events = self.schedule()
-        if tray:
+        num_scheduled, events = self.schedule()
+        if num_scheduled:
             self.commit()
-        return tray, events
+        return num_scheduled, events
 
     def run(self, max_num_steps: int = 500) -> None:
         """Steps until nothing can be scheduled."""

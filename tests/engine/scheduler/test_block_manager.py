@@ -126,12 +126,12 @@ def test_what_is_released_under_a_step_is_free_when_all_steps_scheduled_before_h
     blocks.step_scheduled()
     blocks.step_scheduled()
     blocks.release(taken)
-    assert (blocks.num_free, blocks.num_quarantined, blocks.num_owned) == (1, 2, 0)
+    assert (blocks.num_free, blocks.num_held, blocks.num_owned) == (1, 2, 0)
     blocks.step_committed()
     blocks.step_scheduled()
     assert blocks.num_free == 1
     blocks.step_committed()
-    assert (blocks.num_free, blocks.num_quarantined) == (3, 0)
+    assert (blocks.num_free, blocks.num_held) == (3, 0)
     blocks.check()
 
 
@@ -142,13 +142,13 @@ def test_a_block_hit_and_released_again_while_kept_back_is_freed_once_and_late()
     blocks.step_scheduled()
     blocks.release(taken)
     blocks.allocate(1, blocks.lookup(names("a")))
-    assert blocks.num_quarantined == 0
+    assert blocks.num_held == 0
     blocks.step_scheduled()
     blocks.release(taken)
     blocks.step_committed()
-    assert (blocks.num_free, blocks.num_quarantined) == (1, 1)
+    assert (blocks.num_free, blocks.num_held) == (1, 1)
     blocks.step_committed()
-    assert (blocks.num_free, blocks.num_quarantined) == (2, 0)
+    assert (blocks.num_free, blocks.num_held) == (2, 0)
     blocks.check()
 
 

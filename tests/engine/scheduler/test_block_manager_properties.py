@@ -11,7 +11,7 @@ from engine.scheduler.block_manager import BlockManager
 from protocol.block_hash import to_rows
 
 HASHES = [np.array([first, 0, 0, last], np.int32).tobytes() for first in (0, -1) for last in (0, 1)]
-"""Few first words: all crowd into the same slots of the index, its end and its beginning among them."""
+"""Few first words: all crowd into the same request_numbers of the index, its end and its beginning among them."""
 
 NAMES = st.lists(st.sampled_from(HASHES), min_size=3, max_size=6)
 CHAINS = st.lists(st.sampled_from(HASHES), max_size=6, unique=True)
@@ -34,7 +34,7 @@ class Model:
     def visible(self) -> dict[bytes, int]:
         return {name: block for block, name in reversed(self.hash_of.items())}
 
-    def num_kept(self) -> int:
+    def num_held(self) -> int:
         return sum(len(blocks) for _, blocks in self.kept)
 
     def lookup(self, names: list[bytes]) -> list[int]:
@@ -175,7 +175,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         assert blocks.free_in_order() == model.blank[::-1] + model.cached
         assert {block: count for block, count in enumerate(blocks.references().tolist()) if count} == model.references
         assert blocks.visible() == model.visible()
-        assert (blocks.num_cached, blocks.num_quarantined) == (len(model.cached), model.num_kept())
+        assert (blocks.num_cached, blocks.num_held) == (len(model.cached), model.num_held())
         assert blocks.num_owned == len(model.references)
         for name in HASHES:
             assert blocks.lookup(to_rows([name])).tolist() == model.lookup([name])

@@ -52,7 +52,7 @@ class Engine:
         key, arrival = RequestKey(1, name, 1), self.num_steps * STEP_S
         request = Request(
             key=key,
-            slot=self._count,
+            request_number=self._count,
             prompt_token_ids=prompt,
             max_tokens=max_tokens,
             sampling=sampling,
@@ -81,7 +81,7 @@ class Engine:
         self.num_scheduled += batch.num_tokens
         self.num_generated += len(committed.token_ids)
         self.ended += [ended.key.request_id for ended in committed.finished]
-        return batch.tray()
+        return batch.num_scheduled_tokens()
 
     def run(self, until: str | None = None) -> int:
         """Steps until a request has ended, or all have."""
@@ -99,11 +99,11 @@ def test_max_num_batched_tokens_cuts_prompts_and_bounds_what_decodes_wait_for(bu
     engine.add_many(200, 8, 50)
     engine.step()
     engine.add("long", 30_000)
-    tray = engine.step()
-    assert tray["long"] == budget - 200
-    assert 30_000 - tray["long"] == {8192: 22_008, 2048: 28_152}[budget]
+    num_scheduled = engine.step()
+    assert num_scheduled["long"] == budget - 200
+    assert 30_000 - num_scheduled["long"] == {8192: 22_008, 2048: 28_152}[budget]
     # overdone: each of the 200 waits for a step of the whole budget before its next token
-    assert sum(tray.values()) == budget
+    assert sum(num_scheduled.values()) == budget
 
 
 def test_max_num_seqs_far_above_what_the_kv_holds_thrashes_and_is_damped() -> None:
@@ -321,9 +321,10 @@ def test_everybody_has_a_token_before_anybody_has_a_draft(budget: int, tokens: l
 
 
 @pytest.mark.parametrize(
-    ("budget", "tray"), [(20, [5, 4, 4, 4, 3]), (45, [9, 9, 9, 9, 9]), (60, [9, 9, 9, 9, 24]), (5, [2, 1, 1, 1, 0])]
+    ("budget", "num_scheduled"),
+    [(20, [5, 4, 4, 4, 3]), (45, [9, 9, 9, 9, 9]), (60, [9, 9, 9, 9, 24]), (5, [2, 1, 1, 1, 0])],
 )
-def test_drafts_and_a_prompt_share_what_the_answers_leave(budget: int, tray: list[int]) -> None:
+def test_drafts_and_a_prompt_share_what_the_answers_leave(budget: int, num_scheduled: list[int]) -> None:
     """One token for each of 4 answers, then one more for everybody, round by round; what 8 drafts each leave is the
     prompt's.
     """
@@ -333,11 +334,14 @@ def test_drafts_and_a_prompt_share_what_the_answers_leave(budget: int, tray: lis
     engine.add_many(4, 1, 50)
     engine.add("prompt", 300)
     assert list(engine.step().values()) == [1, 1, 1, 1, budget - 4]
-    assert list((dict.fromkeys([*(f"r{index}" for index in range(4)), "prompt"], 0) | engine.step()).values()) == tray
+    assert (
+        list((dict.fromkeys([*(f"r{index}" for index in range(4)), "prompt"], 0) | engine.step()).values())
+        == num_scheduled
+    )
 
 
-@pytest.mark.parametrize(("chunked", "trays"), [(True, [(9, 8, 1), (7, 6, 5)]), (False, [(6, 6, 6), (6, 6, 6)])])
-def test_drafts_let_newcomers_in(chunked: bool, trays: list[tuple[int, ...]]) -> None:
+@pytest.mark.parametrize(("chunked", "steps"), [(True, [(9, 8, 1), (7, 6, 5)]), (False, [(6, 6, 6), (6, 6, 6)])])
+def test_drafts_let_newcomers_in(chunked: bool, steps: list[tuple[int, ...]]) -> None:
     """Two answers with 8 drafts each want the whole budget. Without chunks a prompt needs all its tokens at once."""
     knobs = {"max_num_batched_tokens": 18, "max_num_seqs": 4, "enable_chunked_prefill": chunked}
     engine = Engine(num_speculative_tokens=8, proposer=Guesses(right=False), **knobs)
@@ -345,8 +349,8 @@ def test_drafts_let_newcomers_in(chunked: bool, trays: list[tuple[int, ...]]) ->
     engine.step()
     assert engine.step() == {"r0": 9, "r1": 9}
     engine.add("late", 6, 50)
-    assert tuple(engine.step().values()) == trays[0]
-    assert tuple(engine.step().values()) == trays[1]
+    assert tuple(engine.step().values()) == steps[0]
+    assert tuple(engine.step().values()) == steps[1]
 
 
 def test_a_prompt_that_does_not_fit_beside_the_answers_takes_nothing_from_drafts() -> None:

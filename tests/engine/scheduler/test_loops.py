@@ -11,7 +11,7 @@ import pytest
 from engine.scheduler import loops_blocks as blocks
 from engine.scheduler import loops_sequences as sequences
 from engine.scheduler.loops_hash import NUM_WORDS, Chain, hash_block
-from engine.scheduler.loops_sequences import Positions, Scheduled, Slots, State
+from engine.scheduler.loops_sequences import Positions, RequestNumbers, Scheduled, State
 from engine.scheduler.sequence_table import SequenceTable
 from protocol.arrays import Bool, Int32
 from protocol.block_hash import block_hash
@@ -32,7 +32,7 @@ def test_no_step_waits_for_a_compiler() -> None:
     engine.scheduler.abort(key_of("r1"))
     engine.commit()
     engine.commit()
-    engine.add("remote", 9, kv="remote")
+    engine.add("remote", 9, kv="consumer")
     engine.scheduler.offer(key_of("remote"))
     batches = []
     while engine.schedule()[0]:
@@ -49,13 +49,13 @@ def test_no_step_waits_for_a_compiler() -> None:
     loops: list[Any] = [
         blocks.take,
         blocks.release,
-        blocks.free_kept,
+        blocks.free_held,
         blocks.count_free,
         blocks.find,
         blocks.name,
         blocks.forget,
     ]
-    loops += [sequences.place, sequences.ration, sequences.name_filled, sequences.launch, sequences.append]
+    loops += [sequences.place, sequences.ration, sequences.cache_full_blocks, sequences.launch, sequences.append]
     loops += [sequences.extend, sequences.enter, sequences.close_gaps, sequences.follow]
     for loop in loops:
         assert len(loop.signatures) == 1, loop
@@ -91,11 +91,14 @@ def test_a_block_is_hashed_as_by_hashlib() -> None:
 
 def test_positions_close_up_and_flights_follow() -> None:
     sequences.compile_all()
-    state, slots = State(np.array([[0, 1, 2, 3, 4, 5, 6, 7]] * sequences.NUM_LINES, np.int32)), Slots(np.arange(10, 18))
+    state, request_numbers = (
+        State(np.array([[0, 1, 2, 3, 4, 5, 6, 7]] * sequences.NUM_LINES, np.int32)),
+        RequestNumbers(np.arange(10, 18)),
+    )
     gone = np.array([1, 2, 5], np.int32)
-    sequences.close_gaps(state, slots, gone, 7)
+    sequences.close_gaps(state, request_numbers, gone, 7)
     moved = sequences.NUM_OWN_LINES
-    assert [*state[:moved, :4].tolist(), slots[:4].tolist()] == [*[[0, 3, 4, 6]] * moved, [10, 13, 14, 16]]
+    assert [*state[:moved, :4].tolist(), request_numbers[:4].tolist()] == [*[[0, 3, 4, 6]] * moved, [10, 13, 14, 16]]
     positions = Positions(np.array([-1, 0, 2, -1, 3, 5, 6], np.int32))
     sequences.follow(positions, gone)
     assert positions.tolist() == [-1, 0, -1, -1, 1, -1, 3]

@@ -7,7 +7,7 @@ import pytest
 
 from engine.runner import Batch, StepOutput
 from engine.scheduler.host_pool import HostPool
-from engine.scheduler.preemption import Choice, Costs, Victim, choose
+from engine.scheduler.preemption import Choice, Costs, Victim, choose_mode
 from protocol.errors import ProtocolError
 from tests.engine.scheduler.chain_model import answer_of
 from tests.engine.scheduler.scheduler_driver import Driver, key_of
@@ -50,7 +50,7 @@ def check_answers(driver: Driver) -> None:
 def test_a_swapped_sequence_goes_on_where_it_was() -> None:
     swap = driver()
     batch = until_preempted(swap)
-    assert batch.tray() == {"a": 1}
+    assert batch.num_scheduled_tokens() == {"a": 1}
     assert batch.swap_out is not None and len(batch.swap_out) == 3 and batch.swap_in is None
     ((tokens, host_blocks),) = swap.scheduler.swapped
     assert len(tokens) == 12 and batch.swap_out[:, 1].tolist() == host_blocks
@@ -108,15 +108,15 @@ def test_nothing_is_reserved_in_blocks_that_are_still_to_be_copied_out() -> None
     swap.add("a", 8, 16)
     swap.add("b", 8, 12, first=4, priority=2)
     swap.step()
-    remote = swap.add("remote", 3, 9, kv="remote", first=3, priority=1)
+    remote = swap.add("remote", 3, 9, kv="consumer", first=3, priority=1)
     while not (events := swap.schedule()[1]).preempted:
         swap.commit()
         if len(swap.answers["b"]) == 4:
-            swap.scheduler.offer(remote.key)  # it heads the line now, and finds no block
+            swap.scheduler.offer(remote.key)  # it heads the queue now, and finds no block
     assert swap.batches[0].swap_out is not None
     assert swap.scheduler.num_free_blocks >= 1 and not events.reserved
-    tray, events = swap.schedule()
-    assert (tray, events.reserved) == ({}, [])
+    num_scheduled, events = swap.schedule()
+    assert (num_scheduled, events.reserved) == ({}, [])
     swap.commit()
     assert swap.schedule()[1].reserved
 
@@ -126,15 +126,15 @@ def test_a_step_without_sequences_still_copies() -> None:
     swap = Driver(num_blocks=6, preemption="swap", num_host_blocks=6)
     swap.add("a", 8, 4)
     swap.add("b", 8, 4, first=4)
-    request = swap.add("c", 8, 4, kv="remote", first=4)
+    request = swap.add("c", 8, 4, kv="consumer", first=4)
     swap.scheduler.offer(request.key)
     (reserved,) = swap.step()[1].reserved
     assert reserved.num_cached_tokens == 8
-    tray, events = swap.schedule()
-    assert (tray, events.preempted) == ({}, [key_of("b")])
+    num_scheduled, events = swap.schedule()
+    assert (num_scheduled, events.preempted) == ({}, [key_of("b")])
     (batch,) = swap.batches
     assert batch.swap_out is not None and len(batch.swap_out) == 2
-    assert not len(swap.commit().slots)
+    assert not len(swap.commit().request_numbers)
     assert swap.schedule()[0] == {}
     swap.scheduler.arrive(request.key, swap.answers["b"][0])
     swap.run()
@@ -259,14 +259,14 @@ def costs(prompt_token_s: float | None, copy_block_s: float | None, *, recompute
     ],
 )
 def test_auto_takes_what_delays_least(measured: Costs, num_host_free: int, has_room: bool, choice: Choice) -> None:
-    assert choose("auto", VICTIM, measured, num_host_free=num_host_free, has_room=has_room) == choice
+    assert choose_mode("auto", VICTIM, measured, num_host_free=num_host_free, has_room=has_room) == choice
 
 
 def test_a_knob_is_obeyed_where_it_can_be() -> None:
     cheap = costs(0.001, 0.001)
-    assert choose("recompute", VICTIM, cheap, num_host_free=9, has_room=True) == Choice("recompute", "configured")
-    assert choose("swap", VICTIM, cheap, num_host_free=7, has_room=True) == Choice("swap", "configured")
-    assert choose("remote", VICTIM, cheap, num_host_free=9, has_room=True) == Choice("remote", "configured")
+    assert choose_mode("recompute", VICTIM, cheap, num_host_free=9, has_room=True) == Choice("recompute", "configured")
+    assert choose_mode("swap", VICTIM, cheap, num_host_free=7, has_room=True) == Choice("swap", "configured")
+    assert choose_mode("remote", VICTIM, cheap, num_host_free=9, has_room=True) == Choice("remote", "configured")
 
 
 def step(

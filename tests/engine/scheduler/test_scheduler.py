@@ -1,12 +1,13 @@
 """Rules of the scheduler that the recorded loads do not show, one at a time."""
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
 
 from engine.runner import StepOutput
 from engine.scheduler.outcome import Reserved
+from engine.scheduler.sequence import KVRole
 from protocol.clock import VirtualClock
 from protocol.errors import InvalidRequest, ProtocolError
 from tests.engine.scheduler.chain_model import answer_of
@@ -22,12 +23,12 @@ from tests.engine.scheduler.scheduler_driver import Driver, key_of
         ({}, 4, 0, "local", "max_tokens"),
         ({}, 64, 4, "local", "prompt_token_ids"),
         ({"num_blocks": 5}, 17, 4, "local", "prompt_token_ids"),
-        ({"num_blocks": 5}, 16, 4, "remote", "prompt_token_ids"),
+        ({"num_blocks": 5}, 16, 4, "consumer", "prompt_token_ids"),
         ({"enable_chunked_prefill": False, "max_num_batched_tokens": 8}, 9, 4, "local", "prompt_token_ids"),
     ],
 )
 def test_what_can_never_be_served_is_refused(
-    knobs: dict[str, Any], num_prompt: int, max_tokens: int, kv: Literal["local", "remote"], field: str
+    knobs: dict[str, Any], num_prompt: int, max_tokens: int, kv: KVRole, field: str
 ) -> None:
     driver = Driver(**knobs)
     with pytest.raises(InvalidRequest) as refusal:
@@ -39,7 +40,7 @@ def test_what_can_never_be_served_is_refused(
 def test_what_just_fits_is_served() -> None:
     driver = Driver(num_blocks=5)
     driver.add("a", 16, 1)
-    driver.add("b", 16, 1, kv="remote")
+    driver.add("b", 16, 1, kv="consumer")
     driver.run()
     assert driver.ended == {"a": "length"}
 
@@ -117,7 +118,7 @@ def reserve(driver: Driver, name: str) -> Reserved:
 
 def test_a_remote_request_reserves_when_offered_and_repeats_the_first_token() -> None:
     driver = Driver()
-    request = driver.add("a", 9, 4, kv="remote", offset=7)
+    request = driver.add("a", 9, 4, kv="consumer", offset=7)
     assert driver.step()[1].reserved == []
     driver.scheduler.offer(request.key)
     reserved = reserve(driver, "a")
@@ -127,8 +128,8 @@ def test_a_remote_request_reserves_when_offered_and_repeats_the_first_token() ->
     driver.model.receive(reserved.block_ids, prompt, 0)
     answer = answer_of(prompt, 4, max_model_len=64, stops=frozenset())
     driver.scheduler.arrive(request.key, answer[0])
-    tray, events = driver.step()
-    assert tray == {"a": 1}
+    num_scheduled, events = driver.step()
+    assert num_scheduled == {"a": 1}
     assert events.admitted == [(request.key, 0)]
     assert driver.answers["a"] == answer[:2]
     driver.run()
@@ -140,7 +141,7 @@ def test_a_remote_request_reserves_when_offered_and_repeats_the_first_token() ->
 @pytest.mark.parametrize(("num_prompt", "max_tokens", "count"), [(7, 9, 2), (8, 9, 3), (8, 1, 2), (8, 2, 3), (9, 1, 3)])
 def test_the_destination_holds_the_next_token_if_there_is_one(num_prompt: int, max_tokens: int, count: int) -> None:
     driver = Driver()
-    driver.add("a", num_prompt, max_tokens, kv="remote")
+    driver.add("a", num_prompt, max_tokens, kv="consumer")
     driver.scheduler.offer(key_of("a"))
     assert len(reserve(driver, "a").block_ids) == count
 
@@ -149,11 +150,11 @@ def test_own_prefix_hits_of_a_remote_request_are_pinned_and_published_blocks_can
     driver = Driver()
     driver.add("a", 12, 1)
     driver.run()
-    driver.add("b", 12, 4, kv="remote")
+    driver.add("b", 12, 4, kv="consumer")
     driver.scheduler.offer(key_of("b"))
     reserved = reserve(driver, "b")
     assert reserved.num_cached_tokens == 12
-    request = driver.add("c", 12, 4, kv="remote", first=5)
+    request = driver.add("c", 12, 4, kv="consumer", first=5)
     driver.scheduler.offer(key_of("c"))
     other = reserve(driver, "c")
     assert other.num_cached_tokens == 0
@@ -167,23 +168,23 @@ def test_nobody_overtakes_but_those_without_an_offer_are_skipped() -> None:
     driver = Driver(num_blocks=7, max_num_seqs=4)
     driver.add("runs", 8, 9)
     driver.step()
-    driver.add("unoffered", 4, kv="remote", first=1)
+    driver.add("unoffered", 4, kv="consumer", first=1)
     driver.add("big", 20, first=3)
     driver.add("small", 3, first=7)
-    driver.add("offered", 3, kv="remote", first=9)
+    driver.add("offered", 3, kv="consumer", first=9)
     driver.scheduler.offer(key_of("offered"))
-    tray, events = driver.step()
-    assert tray == {"runs": 1}
+    num_scheduled, events = driver.step()
+    assert num_scheduled == {"runs": 1}
     assert events.reserved == []
     driver.scheduler.abort(key_of("big"))
-    tray, events = driver.step()
-    assert tray == {"runs": 1, "small": 3}
+    num_scheduled, events = driver.step()
+    assert num_scheduled == {"runs": 1, "small": 3}
     assert [reserved.key for reserved in events.reserved] == [key_of("offered")]
 
 
 def test_a_lone_sequence_waits_for_blocks_of_others_and_ends_when_it_owns_all() -> None:
     driver = Driver(num_blocks=5, prompt_reservation="none")
-    driver.add("remote", 4, kv="remote")
+    driver.add("remote", 4, kv="consumer")
     driver.scheduler.offer(key_of("remote"))
     reserve(driver, "remote")
     driver.add("a", 8, 20)
@@ -199,7 +200,7 @@ def test_a_lone_sequence_waits_for_blocks_of_others_and_ends_when_it_owns_all() 
 
 def test_an_arrived_sequence_enters_in_a_step_that_preempted() -> None:
     driver = Driver(num_blocks=9)
-    request = driver.add("remote", 7, 9, kv="remote", first=3)
+    request = driver.add("remote", 7, 9, kv="consumer", first=3)
     driver.scheduler.offer(request.key)
     reserved = reserve(driver, "remote")
     driver.add("a", 12, 30)
@@ -207,14 +208,14 @@ def test_an_arrived_sequence_enters_in_a_step_that_preempted() -> None:
     driver.step()
     driver.model.receive(reserved.block_ids, request.prompt_token_ids.tolist(), 0)
     driver.scheduler.arrive(request.key, 1)
-    tray, events = driver.step()
+    num_scheduled, events = driver.step()
     assert events.preempted == [key_of("b")]
-    assert tray == {"a": 1, "remote": 1}
+    assert num_scheduled == {"a": 1, "remote": 1}
 
 
 def test_a_preempted_remote_sequence_computes_its_kv_here() -> None:
     driver = Driver(num_blocks=8)
-    request = driver.add("remote", 7, 9, kv="remote", offset=3)
+    request = driver.add("remote", 7, 9, kv="consumer", offset=3)
     driver.add("a", 8, 9, first=5)
     driver.step()
     driver.scheduler.offer(request.key)
@@ -239,7 +240,7 @@ def test_a_preempted_remote_sequence_computes_its_kv_here() -> None:
 
 def test_an_offered_prompt_takes_all_blocks_reports_progress_and_hands_them_over() -> None:
     driver = Driver(max_num_batched_tokens=8, prompt_reservation="hold")
-    request = driver.add("a", 18, 5, kv="offer")
+    request = driver.add("a", 18, 5, kv="producer")
     driver.schedule()
     assert driver.scheduler.num_free_blocks == 19 - 5
     blocks = driver.scheduler.block_ids(request.key)
@@ -262,14 +263,14 @@ def test_an_offered_prompt_takes_all_blocks_reports_progress_and_hands_them_over
 
 def test_an_offered_prompt_whose_first_token_ends_it_says_so() -> None:
     driver = Driver(prompt_reservation="hold")
-    driver.add("a", 5, 1, kv="offer")
+    driver.add("a", 5, 1, kv="producer")
     driver.schedule()
     assert driver.commit().prompts[0].finish_reason == "length"
 
 
 def test_detached_blocks_are_kept_until_freed_and_until_the_step_in_flight_has_committed() -> None:
     driver = Driver(prompt_reservation="hold", enable_prefix_caching=False)
-    request = driver.add("a", 8, kv="offer")
+    request = driver.add("a", 8, kv="producer")
     driver.schedule()
     blocks = driver.scheduler.detach(request.key)
     assert driver.scheduler.detach(request.key) == []
@@ -277,7 +278,7 @@ def test_detached_blocks_are_kept_until_freed_and_until_the_step_in_flight_has_c
     assert driver.scheduler.num_free_blocks == 17
     committed = driver.commit()
     assert committed.prompts == []
-    assert len(committed.slots) == 0
+    assert len(committed.request_numbers) == 0
     assert driver.scheduler.num_free_blocks == 19
     driver.scheduler.check_idle()
 
@@ -333,13 +334,13 @@ def test_a_failed_step_takes_its_hashes_back() -> None:
     driver.add("a", 8)
     driver.step()
     driver.add("b", 12, first=5)
-    driver.add("twin", 12, first=5)
-    tray, events = driver.schedule()
-    assert tray == {"a": 1, "b": 12, "twin": 4}
-    assert events.admitted == [(key_of("b"), 0), (key_of("twin"), 8)]
+    driver.add("same", 12, first=5)
+    num_scheduled, events = driver.schedule()
+    assert num_scheduled == {"a": 1, "b": 12, "same": 4}
+    assert events.admitted == [(key_of("b"), 0), (key_of("same"), 8)]
     visible = driver.scheduler.blocks.visible()
     spoilt = driver.scheduler.fail_step()
-    assert {key.request_id for key in spoilt} == {"a", "b", "twin"}
+    assert {key.request_id for key in spoilt} == {"a", "b", "same"}
     assert len(driver.scheduler.blocks.visible()) == len(visible) - 3
     for key in spoilt:
         driver.scheduler.abort(key)
@@ -353,7 +354,7 @@ def test_a_failed_step_spoils_those_who_reserved_what_it_would_have_computed() -
     driver = Driver()
     driver.add("a", 8)
     driver.schedule()
-    driver.add("remote", 8, kv="remote")
+    driver.add("remote", 8, kv="consumer")
     driver.scheduler.offer(key_of("remote"))
     (reserved,) = driver.schedule()[1].reserved
     assert reserved.num_cached_tokens == 8
@@ -376,12 +377,12 @@ def test_who_arrives_sits_down_before_a_running_prompt_goes_on(num_drafts: int, 
     driver = Driver(max_num_batched_tokens=8, max_num_seqs=3, num_speculative_tokens=num_drafts)
     driver.add("prompt", 40)
     for index, name in enumerate("abc"):
-        prompt = driver.add(name, 3, 9, kv="remote", first=index + 1).prompt_token_ids.tolist()
+        prompt = driver.add(name, 3, 9, kv="consumer", first=index + 1).prompt_token_ids.tolist()
         driver.model.answers[key_of(name)] = answer_of(prompt, 9, max_model_len=64, stops=frozenset())
         driver.model.num_prompt[key_of(name)] = 3
         driver.scheduler.offer(key_of(name))
-    tray, events = driver.step()
-    assert tray == {"prompt": 8}
+    num_scheduled, events = driver.step()
+    assert num_scheduled == {"prompt": 8}
     for reserved in events.reserved:
         index = "abc".index(reserved.key.request_id)
         driver.model.receive(reserved.block_ids, [index + 1, index + 2, index + 3], 0)
@@ -409,8 +410,8 @@ def test_of_equals_the_latest_added_waits_longest_and_is_evicted_first() -> None
     assert list(driver.step()[0]) == ["c", "a", "b"]
     assert driver.scheduler.waiting_ids == ["z", "d"]
     driver.step()
-    tray, events = driver.step()
-    assert (list(tray), events.preempted) == (["c", "a"], [key_of("b")])
+    num_scheduled, events = driver.step()
+    assert (list(num_scheduled), events.preempted) == (["c", "a"], [key_of("b")])
     assert driver.scheduler.waiting_ids == ["b", "z", "d"]
 
 

@@ -3,7 +3,7 @@ nothing leaks.
 """
 
 from collections import Counter
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from hypothesis import HealthCheck, Phase, settings
@@ -14,7 +14,7 @@ from engine.config import EngineConfig
 from engine.runner import Batch
 from engine.scheduler.outcome import Committed, Reserved
 from engine.scheduler.scheduler import Scheduler
-from engine.scheduler.sequence import Request
+from engine.scheduler.sequence import KVRole, Request
 from protocol.clock import VirtualClock
 from protocol.errors import InvalidRequest
 from protocol.messages import RequestKey, SamplingParams
@@ -97,10 +97,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.count % 3 == 0:
             prompt[-1] = self.count % VOCAB_SIZE
         key = RequestKey(1, f"r{self.count}", 1)
-        kind: Literal["local", "offer", "remote"] = "local" if kv == "local" else "offer" if self.offers else "remote"
+        kind: KVRole = "local" if kv == "local" else "producer" if self.offers else "consumer"
         request = Request(
             key=key,
-            slot=self.count,
+            request_number=self.count,
             prompt_token_ids=np.array(prompt, np.int32),
             max_tokens=max_tokens,
             sampling=SamplingParams(stop_token_ids=stop, ignore_eos=ignore_eos),
@@ -111,9 +111,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         stops = frozenset(stop) | (frozenset() if ignore_eos else {EOS})
         # Who offers a prompt does not judge how long its answer may grow.
-        max_model_len = length + max_tokens if kind == "offer" else self.config.max_model_len
+        max_model_len = length + max_tokens if kind == "producer" else self.config.max_model_len
         answer = answer_of(prompt, max_tokens, max_model_len=max_model_len, stops=stops)
-        if kind == "remote" and len(answer) == 1:
+        if kind == "consumer" and len(answer) == 1:
             return
         try:
             self.scheduler.add(request)
@@ -121,7 +121,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.requests[key], self.received[key] = request, []
         self.model.answers[key], self.model.num_prompt[key] = answer, length
-        if kind == "remote":
+        if kind == "consumer":
             self.unoffered.append(key)
 
     @rule(count=st.integers(3, 8), length=st.integers(1, 9), kv=st.sampled_from(["local", "other"]))
@@ -211,7 +211,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Of running answers."""
         state = self.scheduler._state
         table, count = state.table, len(state.table)
-        alone = count + len(state.line) + len(state.arrived) == 1
+        alone = count + len(state.waiting) + len(state.arrived) == 1
         most = (not alone and self.config.long_prefill_token_threshold) or 1000
         wants = np.minimum(table.goal[:count] - table.computed[:count], most) - 1
         return {table.request_ids[position]: int(wants[position]) for position in table.answering().nonzero()[0]}
@@ -256,16 +256,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.reserved = [reserved for reserved in self.reserved if reserved.key != key]
 
     def _apply(self, committed: Committed) -> None:
-        by_slot = {request.slot: key for key, request in self.requests.items()}
+        by_request = {request.request_number: key for key, request in self.requests.items()}
         start = 0
-        for slot, attempt, offset, count in zip(
-            committed.slots.tolist(),
+        for request_number, attempt, offset, count in zip(
+            committed.request_numbers.tolist(),
             committed.attempts.tolist(),
             committed.offsets.tolist(),
             committed.counts.tolist(),
             strict=True,
         ):
-            key = by_slot[slot]
+            key = by_request[request_number]
             assert attempt == 1
             assert offset == OFFSET + len(self.received[key])
             if not self.received[key]:

@@ -12,7 +12,7 @@ from protocol.messages import RequestKey, SamplingParams
 def test_a_chain_grown_in_pieces_is_the_chain_of_the_whole() -> None:
     tokens = np.arange(11, dtype=np.int32)
     request = Request(
-        key=RequestKey(1, "a", 1), slot=0, prompt_token_ids=tokens, max_tokens=1, sampling=SamplingParams()
+        key=RequestKey(1, "a", 1), request_number=0, prompt_token_ids=tokens, max_tokens=1, sampling=SamplingParams()
     )
     root = root_hash(b"model", "salt")
     sequence = Sequence(

@@ -74,11 +74,17 @@ class Run:
         self.reasons: dict[str, str] = {}
         self.batches: list[Batch] = []
         counts = StepCounts(self.counters, config)
-        for slot, prompt in enumerate(PROMPTS):
+        for request_number, prompt in enumerate(PROMPTS):
             prompt_ids = np.array(prompt, np.int32)
-            key = RequestKey(1, str(slot), 1)
+            key = RequestKey(1, str(request_number), 1)
             self.scheduler.add(
-                Request(key=key, slot=slot, prompt_token_ids=prompt_ids, max_tokens=max_tokens, sampling=sampling)
+                Request(
+                    key=key,
+                    request_number=request_number,
+                    prompt_token_ids=prompt_ids,
+                    max_tokens=max_tokens,
+                    sampling=sampling,
+                )
             )
         while (batch := self.scheduler.schedule()) is not None:
             self.batches.append(batch)
@@ -86,8 +92,10 @@ class Run:
             committed = self.scheduler.commit(output)
             counts.committed(batch, output)
             start = 0
-            for slot, count in zip(committed.slots.tolist(), committed.counts.tolist(), strict=True):
-                self.answers[slot] += committed.token_ids[start : start + count].tolist()
+            for request_number, count in zip(
+                committed.request_numbers.tolist(), committed.counts.tolist(), strict=True
+            ):
+                self.answers[request_number] += committed.token_ids[start : start + count].tolist()
                 start += count
             self.reasons |= {ended.key.request_id: ended.finish_reason for ended in committed.finished}
         self.scheduler.check_idle()

@@ -1,13 +1,13 @@
-"""The one line in front of the batch. Nobody overtakes: only its head is ever served."""
+"""The one queue in front of the batch. Nobody overtakes: only its head is ever served."""
 
 import heapq
 from typing import Literal
 
-from engine.scheduler.sequence import Rank, Sequence
+from engine.scheduler.sequence import QueueKey, Sequence
 
 
-class WaitingLine:
-    """fcfs: by the order of `rank_of` calls, preempted ones before all others. priority: lowest (priority, arrival)
+class WaitingQueue:
+    """fcfs: by the order of `next_key` calls, preempted ones before all others. priority: lowest (priority, arrival)
     first, equals in the order of these calls.
 
     `priority_aging_s`: seconds of waiting that are worth one unit of priority; 0: none. Since everybody ages alike, the
@@ -17,32 +17,32 @@ class WaitingLine:
     def __init__(self, policy: Literal["fcfs", "priority"], priority_aging_s: float) -> None:
         self._by_priority = policy == "priority"
         self._aging_s = priority_aging_s
-        self._heap: list[tuple[Rank, Sequence]] = []
-        self._num_ranked = 0
+        self._heap: list[tuple[QueueKey, Sequence]] = []
+        self._num_keys = 0
         self._num_preempted = 0
 
     def __len__(self) -> int:
         return len(self._heap)
 
-    def rank_of(self, sequence: Sequence) -> Rank:
+    def next_key(self, sequence: Sequence) -> QueueKey:
         """The place of a newcomer, no two alike; also what chooses victims in priority mode."""
-        self._num_ranked += 1
+        self._num_keys += 1
         if not self._by_priority:
-            return (float(self._num_ranked), 0.0, 0)
+            return (float(self._num_keys), 0.0, 0)
         request = sequence.request
         urgency = request.priority + (request.arrival / self._aging_s if self._aging_s else 0.0)
-        return (urgency, request.arrival, self._num_ranked)
+        return (urgency, request.arrival, self._num_keys)
 
     def push(self, sequence: Sequence) -> None:
-        """Joins at its rank."""
+        """Joins at its key."""
         sequence.stage = "waiting"
-        heapq.heappush(self._heap, (sequence.rank, sequence))
+        heapq.heappush(self._heap, (sequence.queue_key, sequence))
 
     def push_preempted(self, sequence: Sequence) -> None:
-        """Joins before everybody (fcfs) or at its rank (priority)."""
+        """Joins before everybody (fcfs) or at its key (priority)."""
         if not self._by_priority:
             self._num_preempted += 1
-            sequence.rank = (-float(self._num_preempted), 0.0, 0)
+            sequence.queue_key = (-float(self._num_preempted), 0.0, 0)
         self.push(sequence)
 
     def head(self) -> Sequence | None:
@@ -52,7 +52,7 @@ class WaitingLine:
         return heapq.heappop(self._heap)[1]
 
     def discard(self, sequence: Sequence) -> None:
-        """Leaves from anywhere in the line."""
+        """Leaves from anywhere in the queue."""
         self._heap = [entry for entry in self._heap if entry[1] is not sequence]
         heapq.heapify(self._heap)
 

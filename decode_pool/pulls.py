@@ -35,7 +35,9 @@ class PullEnd:
 
 
 class Pulls:
-    """At most one pull per request. Verbs: `start`, `ended`, `cancel`; `connect` opens peers."""
+    """At most one pull per request. Verbs: `start`, `ended`, `cancel`; `connect` opens peers, `disconnect` lets go of
+    them.
+    """
 
     def __init__(self, transport: Transport, clock: Clock, checksum: Checksum | None) -> None:
         self._transport = transport
@@ -44,7 +46,7 @@ class Pulls:
         """Of blocks here; None: bytes are believed."""
         self._peers: dict[Address, Peer] = {}
         self._retired: list[Peer] = []
-        """Of replaced prefill replicas; closed when no pull reads them any more."""
+        """Peers of prefill replicas that are replaced or dead; each is closed when no pull reads it any more."""
         self._running: dict[RequestKey, _Pull] = {}
 
     def __len__(self) -> int:
@@ -57,10 +59,18 @@ class Pulls:
         """Opens a prefill replica's cache in place of its older epochs. Raises TransferError; pulls from it then fail
         at their start.
         """
-        for old in [old for old in self._peers if old.replica_id == address.replica_id]:
-            self._retired.append(self._peers.pop(old))
-        self._close_retired()
+        self._retire([old for old in self._peers if old.replica_id == address.replica_id])
         self._peers[address] = self._transport.connect(endpoint)
+
+    def disconnect(self, address: Address | None = None) -> None:
+        """A prefill replica (None: every one) is dead or unknown: its pulls are cancelled, and its cache is unmapped
+        when the last of them is terminal. No-op for one that is not open.
+        """
+        gone = [peer for peer in self._peers if address is None or peer == address]
+        for pull in self._running.values():
+            if address is None or pull.source == address:
+                pull.pending.cancel()
+        self._retire(gone)
 
     def start(
         self,
@@ -110,6 +120,10 @@ class Pulls:
             wrong = sum(mine != theirs for mine, theirs in zip_longest(found, pull.checksums))
             return ChecksumMismatch(f"{wrong} of {len(found)} blocks of {pull.source.replica_id} arrived changed")
         return None
+
+    def _retire(self, addresses: list[Address]) -> None:
+        self._retired += [self._peers.pop(address) for address in addresses]
+        self._close_retired()
 
     def _close_retired(self) -> None:
         used = [pull.peer for pull in self._running.values()]

@@ -45,6 +45,7 @@ from protocol.messages import (
     KVRenew,
     KVRevoke,
     Message,
+    PeerDown,
     PeerUp,
     ReplicaStatus,
     RequestKey,
@@ -142,6 +143,7 @@ class DecodeService:
             KVHandoff: self._on_handoff,
             KVRevoke: self._on_revoke,
             PeerUp: self._on_peer_up,
+            PeerDown: self._on_peer_down,
             RouterStatus: self._on_router_status,
         }
         self._link = RouterLink(
@@ -414,6 +416,9 @@ class DecodeService:
             )
             self.counters["pull_failures"] += 1
 
+    def _on_peer_down(self, envelope: Envelope) -> None:
+        self._pulls.disconnect(cast(PeerDown, envelope.message).peer)
+
     def _on_router_status(self, envelope: Envelope) -> None:
         message = cast(RouterStatus, envelope.message)
         self._scheduler.set_prefill_room(message.prefill_room_blocks, message.prefill_max_tokens)
@@ -492,6 +497,10 @@ class DecodeService:
         self._scheduler.arrive(entry.key, handoff.first_token_id, handoff.first_logprobs)
 
     # ---- the router
+
+    def forget_peers(self) -> None:
+        """An engine that died while there was no router is never told of: what is still open is opened again."""
+        self._pulls.disconnect()
 
     def end_all(self, because: Ending) -> None:
         """Ends all keys, and says so: a router that was only slow must not wait for them. Of an older router's keys

@@ -384,6 +384,9 @@ class PrefillService:
             self._report(entry, "aborted", "deadline")
             self._revoke(entry, PrefillEvent.DEADLINE, "deadline", report=None)
 
+    def forget_peers(self) -> None:
+        """Nothing of other engines outlives the requests that named them."""
+
     def end_all(self, because: Ending) -> None:
         """Ends all keys, and says so: a router that was only slow must not wait for them. Of an older router's keys
         nothing is said.

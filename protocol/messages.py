@@ -13,6 +13,7 @@
     RouterStatus     R -> P, D    liveness and room, every second
     Hello            P, D -> R    an engine has started
     PeerUp           R -> D       a prefill engine's endpoint
+    PeerDown         R -> D       a prefill engine is dead: its memory is to be let go of
     Drain            R -> P, D    take nothing new, be done by then
     PeerGap          P, D -> R    messages of this sender are missing for good
 
@@ -284,6 +285,15 @@ class PeerUp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PeerDown:
+    """`peer` is dead. While its cache is mapped somewhere its device memory stays allocated, and the successor on the
+    same device may not fit.
+    """
+
+    peer: Address
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Drain:
     deadline_s: float
 
@@ -307,6 +317,7 @@ Message = (
     | RouterStatus
     | Hello
     | PeerUp
+    | PeerDown
     | Drain
     | PeerGap
 )

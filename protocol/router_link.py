@@ -73,6 +73,10 @@ class Linked(Protocol):
         """Ends every attempt as the table says for this event."""
         ...
 
+    def forget_peers(self) -> None:
+        """Another router speaks from now on: it tells anew of every engine that lives."""
+        ...
+
     def status(self, seq: int) -> ReplicaStatus: ...
 
     def check_idle(self) -> None:
@@ -152,6 +156,7 @@ class RouterLink:
         self._ends.clear()
         self._stages.clear()
         self._service.end_all("router_gone")
+        self._service.forget_peers()
         self._outbox.append((self.address, self._hello))
 
     def tick(self) -> None:

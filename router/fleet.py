@@ -6,7 +6,7 @@ from typing import cast
 
 from protocol.clock import Clock
 from protocol.log import label
-from protocol.messages import Address, Drain, Envelope, Hello, Message, PeerUp, ReplicaStatus, RouterStatus
+from protocol.messages import Address, Drain, Envelope, Hello, Message, PeerDown, PeerUp, ReplicaStatus, RouterStatus
 from router.admission import Limits
 from router.metrics_totals import ReplicaTotals
 from router.policy import AttemptLoad, PlacementRequest, ReplicaView
@@ -57,6 +57,8 @@ class Fleet:
         replica = self._replicas.pop(address, None)
         if replica is not None:
             log.info("replica down", extra={"peer": label(address)})
+        if replica is not None and replica.hello.role == "prefill":
+            self._outbox.extend((decode.address, PeerDown(peer=address)) for decode in self.pool("decode"))
         if replica is not None and replica.status is not None:
             self._past.setdefault(address.replica_id, ReplicaTotals(replica.hello.role)).add(replica.status)
 

@@ -38,6 +38,8 @@ class Engines:
         self.network = LocalNetwork()
         self.replicas: dict[str, Replica] = {}
         self.touched: dict[str, Replica] = {}
+        self.awaited: set[str] = set()
+        """Names of dead engines whose successors have not started yet."""
         self._moving: set[LocalPull] = set()
         self._stalled: set[LocalPull] = set()
         """Of those, the ones that wait to be asked to end."""
@@ -83,12 +85,17 @@ class Engines:
                 pull.fail("the puller is dead")
                 self._moving.discard(pull)
                 self._stalled.discard(pull)
+        self.network.peers = [peer for peer in self.network.peers if peer.cache.base is not replica.cache]
         if self._audit is not None:
             self._audit.engine(replica).check()
 
     @property
     def quiet(self) -> bool:
-        return all(r.service.idle and not r.executing for r in self.replicas.values()) and not self.network.pulls
+        return (
+            not self.awaited
+            and not self.network.pulls
+            and all(r.service.idle and not r.executing for r in self.replicas.values())
+        )
 
     # ---- messages and ticks
 

@@ -97,4 +97,7 @@ class Simulation:
 
     def _what_is_left(self) -> str:
         busy = [name for name, replica in self.replicas.items() if not replica.service.idle]
-        return f"requests {sorted(self.driver.open)}, engines {busy}, {len(self.engines.network.pulls)} pulls"
+        return (
+            f"requests {sorted(self.driver.open)}, engines {busy}, {len(self.engines.network.pulls)} pulls, "
+            f"successors {sorted(self.engines.awaited)}"
+        )

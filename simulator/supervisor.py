@@ -10,6 +10,8 @@ from simulator.replica import Replica
 from simulator.router_driver import TICK_S, RouterDriver
 from simulator.scenario import Scenario
 
+MEMORY_RETRY_S = 0.5
+"""Between two attempts of a successor to start where others still map its predecessor's memory."""
 CALM_S = 0.5
 """Nothing befalls a process before."""
 
@@ -99,8 +101,8 @@ class Supervisor:
         self._driver.start(replica.address for replica in self._engines.replicas.values())
 
     def _end(self, replica: Replica) -> None:
-        """The router hears of it; a successor starts, unless it left, and reuses the memory: words are cleared
-        first.
+        """The router hears of it; a successor starts, unless it left. It needs the memory, so it waits until nobody
+        maps that any more, and reuses it: words are cleared first.
         """
         if not replica.alive:
             return
@@ -112,6 +114,10 @@ class Supervisor:
                 self._driver.flush()
 
         def restart() -> None:
+            if self._engines.network.is_mapped(replica.endpoint):
+                self._queue.at(MEMORY_RETRY_S, restart)
+                return
+            self._engines.awaited.remove(replica.name)
             if replica.words is not None:
                 replica.words[:] = 0
             replica.cache[:] = -1
@@ -119,4 +125,5 @@ class Supervisor:
 
         self._queue.at(self._queue.random.uniform(0.01, 1.0), noticed)
         if not replica.leaving:
+            self._engines.awaited.add(replica.name)
             self._queue.at(self._queue.random.uniform(0.05, 3.0), restart)

@@ -22,10 +22,13 @@ class Exported:
 
 @dataclass(slots=True)
 class LocalNetwork:
-    """Who can be reached: the driver puts exporters in and out. `pulls`: those under way, in the order they started."""
+    """Who can be reached: the driver puts exporters in and out. `pulls`: those under way, in the order they started.
+    `peers`: those that are connected; while there is one, its exporter's memory stays allocated.
+    """
 
     exported: dict[Endpoint, Exported] = field(default_factory=dict)
     pulls: list["LocalPull"] = field(default_factory=list)
+    peers: list["LocalPeer"] = field(default_factory=list)
 
     def export(self, endpoint: Endpoint, cache: Blocks, words: Words) -> None:
         self.exported[endpoint] = Exported(cache, words)
@@ -33,6 +36,9 @@ class LocalNetwork:
     def remove(self, endpoint: Endpoint) -> None:
         """The exporter died: nobody can connect any more. Its pages stay readable for those who are connected."""
         del self.exported[endpoint]
+
+    def is_mapped(self, endpoint: Endpoint) -> bool:
+        return any(peer.endpoint == endpoint for peer in self.peers)
 
 
 class LocalPull:
@@ -95,14 +101,21 @@ class LocalPull:
 
 class LocalPeer:
     def __init__(
-        self, network: LocalNetwork, exported: Exported, cache: Blocks, notify: Callable[[], None], immediate: bool
+        self,
+        network: LocalNetwork,
+        endpoint: Endpoint,
+        cache: Blocks,
+        notify: Callable[[], None],
+        immediate: bool,
     ) -> None:
-        self._network, self._exported, self._cache = network, exported, cache
+        self.endpoint, self.cache = endpoint, cache
+        self._network, self._exported = network, network.exported[endpoint]
         self._notify, self._immediate = notify, immediate
+        network.peers.append(self)
 
     def pull(self, src_blocks: Sequence[int], dst_blocks: Sequence[int]) -> LocalPull:
         pairs = list(zip(src_blocks, dst_blocks, strict=True))
-        pull = LocalPull(self._network, self._exported.cache, self._cache, pairs, self._notify)
+        pull = LocalPull(self._network, self._exported.cache, self.cache, pairs, self._notify)
         if self._immediate:
             pull.advance()
         return pull
@@ -111,7 +124,7 @@ class LocalPeer:
         return int(self._exported.words[slot])
 
     def close(self) -> None:
-        pass
+        self._network.peers.remove(self)
 
 
 class LocalTransport:
@@ -137,7 +150,7 @@ class LocalTransport:
             raise PullFailed(f"endpoint {endpoint!r} is gone")
         if exported.cache.shape[1] != self._cache.shape[1]:
             raise LayoutMismatch(f"blocks there have {exported.cache.shape[1]} bytes, here {self._cache.shape[1]}")
-        return LocalPeer(self._network, exported, self._cache, self._notify, self._immediate)
+        return LocalPeer(self._network, endpoint, self._cache, self._notify, self._immediate)
 
     def close(self) -> None:
         pass

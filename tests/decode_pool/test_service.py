@@ -14,6 +14,7 @@ from protocol.messages import (
     KVRelease,
     KVRenew,
     KVRevoke,
+    PeerDown,
     PeerUp,
     ReplicaStatus,
     StepTokens,
@@ -340,6 +341,27 @@ def test_a_peer_that_cannot_be_opened_fails_attempts_and_nothing_else() -> None:
     world.handoff()
     world.step()
     assert [end.kind for end in world.ends()] == ["failed"] and world.service.idle
+
+
+def test_the_memory_of_a_dead_peer_is_let_go_of_when_its_last_pull_has_ended() -> None:
+    world = reserved()
+    (pull,) = world.network.pulls
+    world.say(ROUTER, PeerDown(peer=P))
+    assert pull.cancelled and world.network.is_mapped(b"p"), "a pull may still read from it"
+    world.finish_pulls()
+    assert not world.network.is_mapped(b"p")
+    assert [(end.kind, end.error) for end in world.ends()] == [("failed", "cancelled")]
+    world.say(ROUTER, PeerDown(peer=P))  # and a second time nothing happens
+    assert world.service.idle
+
+
+def test_a_new_router_tells_anew_of_the_peers_that_live() -> None:
+    world = DecodeWorld()
+    assert world.network.is_mapped(b"p")
+    world.hear_router(ROUTER.epoch + 1)
+    assert not world.network.is_mapped(b"p"), "it may have died while there was no router"
+    world.say(ROUTER._replace(epoch=ROUTER.epoch + 1), PeerUp(peer=P, endpoint=b"p"))
+    assert world.network.is_mapped(b"p")
 
 
 def test_alone_it_prefills_by_the_same_pass() -> None:

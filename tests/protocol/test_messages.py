@@ -20,6 +20,7 @@ from protocol.messages import (
     KVRenew,
     KVRevoke,
     Message,
+    PeerDown,
     PeerGap,
     PeerUp,
     ReplicaStatus,
@@ -96,6 +97,7 @@ EXAMPLES: list[Message] = [
         endpoint=b"",
     ),
     PeerUp(peer=PREFILL, endpoint=b"x"),
+    PeerDown(peer=PREFILL),
     Drain(deadline_s=1.0),
     PeerGap(peer=PREFILL),
 ]

@@ -24,6 +24,7 @@ from protocol.messages import (
     EngineRequest,
     Envelope,
     Hello,
+    PeerDown,
     PeerGap,
     PeerUp,
     ReplicaStatus,
@@ -138,6 +139,18 @@ def test_engines_are_introduced_whichever_starts_first() -> None:
     assert (Address("decode-1", 7), PeerUp(peer=P, endpoint=b"at prefill-0")) in world.sent(PeerUp)
     world.hello(Address("prefill-1", 8), "prefill")
     assert {to for to, _ in world.sent(PeerUp)} == {D, Address("decode-1", 7)}
+
+
+def test_decode_engines_hear_of_a_prefill_engines_death_and_of_no_other() -> None:
+    world = World()
+    world.hello(Address("decode-1", 7), "decode")
+    world.sent()
+    world.router.replica_down(Address("decode-1", 7))
+    assert world.sent(PeerDown) == []
+    world.router.replica_down(P)
+    assert world.sent(PeerDown) == [(D, PeerDown(peer=P))]
+    world.router.replica_down(P)
+    assert world.sent(PeerDown) == []
 
 
 def test_a_pair_gets_the_request_and_both_counters_rise() -> None:

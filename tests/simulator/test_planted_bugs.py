@@ -352,6 +352,14 @@ def no_hit_taken_for_not_told(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Router, "handle", handle)
 
 
+def memory_of_the_dead_is_kept(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DecodeService, "_on_peer_down", lambda self, envelope: None)
+
+
+def memory_of_those_who_died_without_a_router_is_kept(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DecodeService, "forget_peers", lambda self: None)
+
+
 @pytest.mark.parametrize(
     ("plant", "found"),
     [
@@ -385,6 +393,8 @@ def no_hit_taken_for_not_told(patch: pytest.MonkeyPatch) -> None:
         (keys_of_a_silent_router_end_in_silence, "told by nobody|not quiet"),
         (prefill_judges_how_long_the_answer_may_be, "I7"),
         (no_hit_taken_for_not_told, "were cached"),
+        (memory_of_the_dead_is_kept, "successors"),
+        (memory_of_those_who_died_without_a_router_is_kept, "successors"),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from engine.loop import EngineLoop
-from protocol.errors import EngineStalled
+from protocol.errors import EngineStalled, startup_errors
 from protocol.log import LogLevel, configure
 from protocol.messages import Address, Envelope
 
@@ -33,17 +33,20 @@ class EngineActor:
 
     def __init__(self, address: Address, log_level: LogLevel, build: Callable[[ExitStack], EngineLoop]) -> None:
         configure(log_level, address)
+        self._name = address.replica_id
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._build = build
         self._resources = ExitStack()
         self._loop: EngineLoop | None = None
 
     def start(self) -> None:
-        """Loads the model, allocates the cache, starts the threads. Raises StartupError; nothing is left then."""
-        with ExitStack() as resources:
+        """Loads the model, allocates the cache, starts the threads. Raises StartupError, whatever the cause was (out of
+        memory, a compiler that fails, a driver too old); nothing is left then.
+        """
+        with startup_errors(self._name), ExitStack() as resources:
             loop = self._build(resources)
+            loop.start()
             self._resources = resources.pop_all()
-        loop.start()
         self._loop = loop
         log.info("started", extra={"pid": os.getpid()})
 

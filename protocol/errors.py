@@ -22,6 +22,12 @@ TwopassError
 └── ProtocolError                 a bug: a message or transition that no table lists
 """
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+log = logging.getLogger(__name__)
+
 
 class TwopassError(Exception):
     """Root of everything twopass raises on purpose."""
@@ -88,6 +94,20 @@ class RequestFailed(RequestError):
 
 class StartupError(TwopassError):
     """The deployment cannot start; nothing was left running."""
+
+
+@contextmanager
+def startup_errors(name: str) -> Iterator[None]:
+    """What the process `name` raises while it starts becomes a StartupError that says what it was: its supervisor can
+    tell a start that failed from a bug of its own, and needs none of the libraries that raised.
+    """
+    try:
+        yield
+    except StartupError:
+        raise
+    except Exception as error:  # the border of a process: everything is reported
+        log.exception("the start failed")
+        raise StartupError(f"{name}: {type(error).__name__}: {error}") from None
 
 
 class ConfigError(StartupError):

@@ -15,8 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from protocol.delivery import Incoming, Outgoing
+from protocol.errors import startup_errors
 from protocol.log import LogLevel, configure
-from protocol.messages import Address, Envelope, Message
+from protocol.messages import ROUTER_ID, Address, Envelope, Message
 from router.config import RouterConfig
 from router.frontdoor import FrontDoor, Model
 from router.metrics import RouterCollector
@@ -61,7 +62,11 @@ class RouterActor:
         self._serving: asyncio.Future[tuple[None, None]] | None = None
 
     async def start(self) -> int:
-        """Loads the tokenizer and listens; returns the port. Raises StartupError."""
+        """Loads the tokenizer and listens; returns the port. Raises StartupError, whatever the cause was."""
+        with startup_errors(ROUTER_ID):
+            return await self._start()
+
+    async def _start(self) -> int:
         tokenizer = load_tokenizer(self._model_dir, self._vocab_size)
         self._tracing = export_to(self._config.otlp_endpoint) if self._config.otlp_endpoint else None
         model = Model(self._model_dir.name if self._model_dir else "arithmetic", self._vocab_size)

@@ -1,0 +1,64 @@
+"""What the supervisor does with a start that fails: the first one ends the deployment with its cause, a later one is a
+death like any other.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cluster.config import load
+from cluster.ray_handles import Actor
+from cluster.serve import Deployment, ReplicaProcess
+from protocol.errors import StartupError
+from protocol.messages import Address
+
+NO_MEMORY = "decode-0: OutOfMemoryError: tried to allocate 2.00 GiB"
+
+
+class FailingStart:
+    """In place of Ray: every call has ended, and has raised."""
+
+    def __init__(self) -> None:
+        self.killed: list[Any] = []
+
+    def check(self) -> None:
+        pass
+
+    def ready(self, reference: Any, timeout_s: float) -> bool:
+        return True
+
+    def result(self, reference: Any, timeout_s: float = 60.0) -> Any:
+        raise StartupError(NO_MEMORY)
+
+    def do(self, function: Callable[..., Any], *args: Any) -> None:
+        self.killed.append(args[0])
+
+
+@pytest.fixture
+def told() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def starting(told: list[str]) -> tuple[Deployment, ReplicaProcess]:
+    """An engine whose `start` has been called."""
+    deployment = Deployment(load(None, ["runner=arithmetic"]), told.append)
+    ray: Any = FailingStart()
+    deployment._ray = ray
+    engine = ReplicaProcess("decode-0", "decode", 0, Actor(Address("decode-0", 2), "its handle", ray), "starting")
+    deployment._engines.append(engine)
+    return deployment, engine
+
+
+def test_the_first_start_fails_with_its_cause(starting: tuple[Deployment, ReplicaProcess]) -> None:
+    deployment, engine = starting
+    with pytest.raises(StartupError, match=f"^{NO_MEMORY}$"):
+        deployment._await_first_start(engine)
+
+
+def test_a_restart_that_fails_is_a_death(starting: tuple[Deployment, ReplicaProcess], told: list[str]) -> None:
+    deployment, engine = starting
+    deployment._watch(engine, now=100.0)
+    assert (engine.state, engine.actor, engine.num_deaths, engine.since) == ("down", None, 1, 100.0)
+    assert told == [f"decode-0 is down: {NO_MEMORY}; a new one starts in 0 s"]

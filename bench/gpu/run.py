@@ -49,6 +49,7 @@ class Plan(NamedTuple):
 
 SECTIONS = (
     Plan("environment", "bench.gpu.environment", 40.0),
+    Plan("preflight", "bench.gpu.preflight", 40.0),
     Plan("kernel errors", "bench.gpu.kernel_errors", 120.0),
     Plan("tokens", "bench.gpu.tokens", 80.0),
     Plan("pair", "bench.gpu.pair", 100.0),

@@ -28,6 +28,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 NAMES = [
     "environment",
+    "preflight",
     "kernel errors",
     "tokens",
     "pair",

@@ -1,0 +1,166 @@
+"""What a machine lacks for a deployment, found before anything is launched, each thing with its remedy.
+
+An engine on a GPU would find out by itself, but late: after the weights are loaded, and with the words of a compiler or
+of the driver.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from protocol.errors import StartupError
+
+SHARED_MEMORY = Path("/dev/shm")
+ASK_S = 30.0
+"""Longest wait for what a process of its own asks the driver."""
+
+_ASK_DRIVER = """
+import ctypes, json
+cuda = ctypes.CDLL("libcuda.so.1")
+def ask(name, *given):
+    value = ctypes.c_int()
+    error = getattr(cuda, name)(ctypes.byref(value), *given)
+    if error:
+        raise SystemExit(f"{name} fails with error {error}")
+    return value.value
+version = ask("cuDriverGetVersion")
+if error := cuda.cuInit(0):
+    raise SystemExit(f"cuInit fails with error {error}")
+count = ask("cuDeviceGetCount")
+peers = [[a == b or bool(ask("cuDeviceCanAccessPeer", a, b)) for b in range(count)] for a in range(count)]
+print(json.dumps([version, count, peers]))
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Driver:
+    """What the CUDA driver says: the newest CUDA it runs as 1000 major + 10 minor, and GPU by GPU who reads whom."""
+
+    version: int
+    num_gpus: int
+    peers: tuple[tuple[bool, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What matters of the machine that the engines are to run on."""
+
+    compiler: str | None
+    """A C compiler's path."""
+    has_python_h: bool
+    has_triton: bool
+    torch_cuda: tuple[int, int] | None
+    """CUDA that the installed torch was built for; None: for none, or no torch."""
+    driver: Driver | str
+    """Or why it cannot be asked."""
+    shared_memory_bytes: int
+    """Free in /dev/shm."""
+
+
+def this_machine(*, with_gpus: bool) -> Machine:
+    """Asks this machine. `with_gpus` False: the driver is left alone. It is asked in a process of its own, because
+    whoever has asked can never again be forked into one that uses a GPU.
+    """
+    return Machine(
+        compiler=next((path for name in _compilers() if (path := shutil.which(name))), None),
+        has_python_h=Path(sysconfig.get_paths()["include"], "Python.h").exists(),
+        has_triton=find_spec("triton") is not None,
+        torch_cuda=_torch_cuda(),
+        driver=_ask_driver() if with_gpus else "not asked",
+        shared_memory_bytes=shutil.disk_usage(SHARED_MEMORY).free,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What all engines of a deployment need together."""
+
+    num_gpus: int
+    transport: str
+    """As `transfer.transport` names it."""
+    shared_memory_bytes: int
+
+
+def check(needs: Needs, machine: Machine) -> None:
+    """Raises StartupError that names all that is missing."""
+    if missing := list(missing_for(needs, machine)):
+        raise StartupError("\n  ".join(["this machine cannot run the deployment:", *missing]))
+
+
+def missing_for(needs: Needs, machine: Machine) -> Iterator[str]:
+    """What is missing, a line each, with its remedy."""
+    if machine.shared_memory_bytes < needs.shared_memory_bytes:
+        yield (
+            f"/dev/shm: {needs.shared_memory_bytes} bytes of shared memory needed for the KV caches, "
+            f"{machine.shared_memory_bytes} available: a container takes --shm-size, a pod an emptyDir of medium Memory"
+        )
+    if not needs.num_gpus:
+        return
+    if machine.compiler is None:
+        yield "C compiler: none in PATH, Triton builds its launcher with one: apt install gcc, or set CC"
+    if not machine.has_python_h:
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        yield f"Python.h: not there, Triton's launcher includes it: apt install python{version}-dev"
+    if not machine.has_triton:
+        yield "Triton: not installed: pip install 'twopass[gpu]'"
+    if machine.torch_cuda is None:
+        yield "torch: not a CUDA build: pip install torch from https://download.pytorch.org/whl/ for your CUDA"
+    if isinstance(machine.driver, str):
+        yield f"driver: {machine.driver}: install NVIDIA's, or start the container with --gpus all"
+        return
+    yield from _of_driver(needs, machine.driver, machine.torch_cuda)
+
+
+def _of_driver(needs: Needs, driver: Driver, torch_cuda: tuple[int, int] | None) -> Iterator[str]:
+    """Minor versions of CUDA get along with each other, older majors of a driver do not run newer builds."""
+    major, minor = driver.version // 1000, driver.version % 1000 // 10
+    if torch_cuda is not None and torch_cuda[0] > major:
+        yield (
+            f"driver: it runs CUDA {major}.{minor}, torch was built for {torch_cuda[0]}.{torch_cuda[1]}: install a "
+            f"newer driver, or a torch for CUDA {major}"
+        )
+    if driver.num_gpus < needs.num_gpus:
+        yield (
+            f"num_gpus: the engines take {needs.num_gpus} GPUs, the driver shows {driver.num_gpus}: fewer replicas, or "
+            "more in CUDA_VISIBLE_DEVICES"
+        )
+    elif needs.transport == "cuda_ipc" and not all(all(row) for row in driver.peers):
+        yield (
+            "transfer.transport: cuda_ipc needs GPUs that read each other's memory, some here do not: auto or "
+            "host_staged goes through host memory"
+        )
+
+
+def _compilers() -> list[str]:
+    """As Triton looks for one."""
+    return [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang", "cc"]
+
+
+def _torch_cuda() -> tuple[int, int] | None:
+    """Read out of torch's own file: importing torch takes seconds."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    found = re.search(r"^cuda\b.*'(\d+)\.(\d+)", Path(spec.origin).with_name("version.py").read_text(), re.MULTILINE)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def _ask_driver() -> Driver | str:
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-c", _ASK_DRIVER], capture_output=True, text=True, timeout=ASK_S, check=True
+        )
+    except subprocess.TimeoutExpired:
+        return f"it has not answered for {ASK_S:g} s"
+    except subprocess.CalledProcessError as error:
+        return str(error.stderr).strip().splitlines()[-1]
+    version, num_gpus, peers = json.loads(asked.stdout)
+    return Driver(version=version, num_gpus=num_gpus, peers=tuple(tuple(row) for row in peers))

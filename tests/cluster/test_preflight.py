@@ -1,0 +1,78 @@
+"""What a machine lacks is named before the first launch, with the remedy."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cluster.preflight import Driver, Machine, Needs, check, missing_for, this_machine
+from protocol.errors import StartupError
+
+PEERS = ((True, True), (True, True))
+NODE = Machine(
+    compiler="/usr/bin/gcc",
+    has_python_h=True,
+    has_triton=True,
+    torch_cuda=(12, 8),
+    driver=Driver(version=12040, num_gpus=2, peers=PEERS),
+    shared_memory_bytes=1 << 30,
+)
+NEEDS = Needs(num_gpus=2, transport="auto", shared_memory_bytes=1 << 20)
+
+
+def test_a_machine_with_everything_lacks_nothing() -> None:
+    assert list(missing_for(NEEDS, NODE)) == []
+    check(NEEDS, NODE)
+
+
+@pytest.mark.parametrize(
+    ("machine", "named", "remedy"),
+    [
+        ({"compiler": None}, "C compiler: none", "apt install gcc"),
+        ({"has_python_h": False}, "Python.h", r"apt install python3\.\d+-dev"),
+        ({"has_triton": False}, "Triton", r"twopass\[gpu\]"),
+        ({"torch_cuda": None}, "torch: not a CUDA build", "pip install torch"),
+        ({"torch_cuda": (13, 0)}, r"driver: it runs CUDA 12\.4, torch was built for 13\.0", "newer driver"),
+        ({"driver": "cuInit fails with error 100"}, "driver: cuInit fails with error 100", "--gpus all"),
+        (
+            {"driver": Driver(version=12040, num_gpus=1, peers=((True,),))},
+            "num_gpus: the engines take 2 GPUs, the driver shows 1",
+            "CUDA_VISIBLE_DEVICES",
+        ),
+        ({"shared_memory_bytes": 64}, r"/dev/shm: 1048576 bytes .* needed .* 64 available", "--shm-size"),
+    ],
+)
+def test_each_missing_thing_is_named_with_its_remedy(machine: dict[str, Any], named: str, remedy: str) -> None:
+    (line,) = missing_for(NEEDS, replace(NODE, **machine))
+    with pytest.raises(StartupError, match=f"{named}.*{remedy}"):
+        check(NEEDS, replace(NODE, **machine))
+    assert line.count("\n") == 0
+
+
+def test_peer_access_is_asked_for_only_where_a_transport_is_to_use_it() -> None:
+    apart = replace(NODE, driver=Driver(version=12040, num_gpus=2, peers=((True, False), (False, True))))
+    assert list(missing_for(NEEDS, apart)) == []
+    (line,) = missing_for(replace(NEEDS, transport="cuda_ipc"), apart)
+    assert line.startswith("transfer.transport: cuda_ipc") and "host_staged" in line
+
+
+def test_everything_that_is_missing_is_said_at_once() -> None:
+    bare = replace(NODE, compiler=None, has_python_h=False, driver="libcuda.so.1: cannot open shared object file")
+    with pytest.raises(StartupError) as caught:
+        check(NEEDS, bare)
+    assert len(str(caught.value).splitlines()) == 4
+
+
+def test_engines_without_a_gpu_need_none_of_that() -> None:
+    machine = this_machine(with_gpus=False)
+    assert machine.driver == "not asked"
+    without = replace(machine, compiler=None, has_python_h=False, has_triton=False, torch_cuda=None)
+    assert list(missing_for(replace(NEEDS, num_gpus=0), without)) == []
+
+
+def test_the_driver_is_asked_in_a_process_of_its_own() -> None:
+    driver = this_machine(with_gpus=True).driver
+    if isinstance(driver, str):
+        assert "libcuda" in driver or "cuInit" in driver
+    else:
+        assert driver.num_gpus == len(driver.peers)

@@ -275,10 +275,11 @@ def _prepare(config: ClusterConfig, pool: PoolConfig, served: ServedModel) -> tu
     require_device()
     from engine.models.llama import load_model
     from engine.runners.cuda import CUDARunner
-    from engine.runners.cuda_memory import profiled_blocks
+    from engine.runners.cuda_memory import await_device_memory, profiled_blocks
 
     assert config.model is not None, "the arithmetic runner takes no GPU"
     engine = pool.engine
+    await_device_memory(engine.gpu_memory_utilization)
     model = load_model(Path(config.model), config.dtype, "cuda")
     blocks = profiled_blocks(model, engine) if is_profiled(pool) else num_blocks(config, pool, served)
 

@@ -9,6 +9,10 @@ used      total - free right after that step, torch's reserves kept: weights, ac
 graphs    activations that captured steps keep beside those of ordinary ones, in proportion to the tokens of the largest
 """
 
+import logging
+import time
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -17,8 +21,34 @@ from engine.models.llama import LlamaModel
 from engine.runner import Batch
 from engine.runners.cuda import CUDARunner, block_bytes
 from engine.sampling_metadata import SamplingMetadata
+from protocol.clock import Clock
 from protocol.errors import CapacityError
 from protocol.messages import SamplingParams
+
+log = logging.getLogger(__name__)
+
+MEMORY_WAIT_S, MEMORY_POLL_S = 10.0, 0.1
+"""Longest wait for memory that another process is giving back, and between two looks."""
+
+
+def await_memory(
+    free_bytes: Callable[[], int], wanted_bytes: int, clock: Clock, sleep: Callable[[float], None]
+) -> None:
+    """Waits until `wanted_bytes` are free, or MEMORY_WAIT_S have passed: what a dead engine held comes back when the
+    last peer has unmapped it, and the driver says so to nobody.
+    """
+    until = clock() + MEMORY_WAIT_S
+    while (free := free_bytes()) < wanted_bytes:
+        if clock() >= until:
+            log.warning("others hold memory of this GPU", extra={"free_bytes": free, "wanted_bytes": wanted_bytes})
+            return
+        sleep(MEMORY_POLL_S)
+
+
+def await_device_memory(utilization: float) -> None:
+    """`await_memory` of this process's GPU: the share of it that the engine was given."""
+    total = torch.cuda.mem_get_info()[1]
+    await_memory(lambda: torch.cuda.mem_get_info()[0], int(utilization * total), time.monotonic, time.sleep)
 
 
 def kv_blocks(*, total_bytes: int, free_bytes: int, graph_bytes: int, utilization: float, block_bytes: int) -> int:

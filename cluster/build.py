@@ -31,10 +31,12 @@ from engine.runners.arithmetic import ArithmeticRunner
 from engine.scheduler.proposer import NGramProposer
 from engine.scheduler.scheduler import Proposer, Scheduler
 from kv_transfer.checksum import Checksum, checksum_of
+from kv_transfer.device.device import Device, KVCache
+from kv_transfer.exports import Export
 from kv_transfer.layout import KVLayout
 from kv_transfer.lease import LeaseTable
 from kv_transfer.segment import PREFIX, remove_stale
-from kv_transfer.transport import Transport
+from kv_transfer.select import choose
 from prefill_pool.service import PrefillService
 from protocol.errors import ConfigError
 from protocol.messages import Address, Envelope, Hello
@@ -131,25 +133,21 @@ def build_prefill(config: ClusterConfig, address: Address, send: Send, prefix: s
     """A prefill engine. Lease words, and on the CPU the cache, lie in the shared-memory file `prefix` + its name.
     Raises StartupError.
     """
-    from kv_transfer.exports import (
-        DeviceExport,
-        HostExport,
-    )  # brings numba: the supervisor, which imports this module too, moves nothing
-
     served, pool = serve_model(config), config.prefill
-    layout, on_host = served.layout(pool), config.device_of(pool) == "cpu"
+    layout = served.layout(pool)
     blocks, make_runner = _prepare(config, pool, served)
     remove_stale()  # of this machine, which need not be the supervisor's
     name = f"{prefix.removeprefix(PREFIX)}{address.replica_id}-{address.epoch}"
     # As many lease words as blocks: every leased prompt has a block of its own at least.
-    shape: dict[str, Any] = {"num_blocks": blocks, "block_bytes": layout.block_bytes, "num_slots": blocks}
-    export: HostExport | DeviceExport
-    if on_host:
-        export = HostExport(config.transfer, name, **shape)
-    else:
-        from kv_transfer.device.cuda_driver import CudaDevice
-
-        export = DeviceExport(config.transfer, name, CudaDevice(), **shape, num_peers=config.decode.replicas)
+    export = Export(
+        config.transfer,
+        name,
+        _device(config, pool),
+        num_blocks=blocks,
+        block_bytes=layout.block_bytes,
+        num_slots=blocks,
+        num_peers=config.decode.replicas,
+    )
     resources.callback(export.close)
     service = PrefillService(
         address=address,
@@ -161,7 +159,7 @@ def build_prefill(config: ClusterConfig, address: Address, send: Send, prefix: s
         clock=time.monotonic,
         checksum=_checksum(config, export.cache),
     )
-    return _loop(service, make_runner(export.cache, 0), pool, address, send)
+    return _loop(service, make_runner(export.cache.tensor, 0), pool, address, send)
 
 
 def build_decode(config: ClusterConfig, address: Address, send: Send, prefix: str, resources: ExitStack) -> EngineLoop:
@@ -171,7 +169,7 @@ def build_decode(config: ClusterConfig, address: Address, send: Send, prefix: st
     blocks, make_runner = _prepare(config, pool, served)
     cache = make_cache(config, pool, blocks, layout)
     loops: list[EngineLoop] = []
-    transport = _transport(config, pool, cache, lambda: loops[0].wake())
+    transport = choose(config.transfer, cache, lambda: loops[0].wake())
     resources.callback(transport.close)
     service = DecodeService(
         address=address,
@@ -184,38 +182,36 @@ def build_decode(config: ClusterConfig, address: Address, send: Send, prefix: st
         clock=time.monotonic,
         checksum=_checksum(config, cache),
     )
-    loops.append(_loop(service, make_runner(cache, num_host_blocks(pool, served)), pool, address, send))
+    loops.append(_loop(service, make_runner(cache.tensor, num_host_blocks(pool, served)), pool, address, send))
     return loops[0]
 
 
-def make_cache(config: ClusterConfig, pool: PoolConfig, blocks: int, layout: KVLayout) -> Any:
-    """A zeroed cache that no other process needs to see by name: uint8 [blocks, block_bytes], numpy's on the host,
-    torch's on a GPU.
-    """
-    if config.device_of(pool) == "cpu":
+def make_cache(config: ClusterConfig, pool: PoolConfig, blocks: int, layout: KVLayout) -> KVCache:
+    """A zeroed cache that no other process needs to see by name."""
+    device = _device(config, pool)
+    if device is None:
         cache = np.empty((blocks, layout.block_bytes), np.uint8)
         cache.fill(0)  # touches every page now, so that no pull pays for it
-        return cache
+        return KVCache.in_host_memory(cache)
     import torch
 
-    return torch.zeros((blocks, layout.block_bytes), dtype=torch.uint8, device="cuda")
-
-
-def _transport(config: ClusterConfig, pool: PoolConfig, cache: Any, wake: Callable[[], None]) -> Transport:
-    """Pulls into `cache`, as `make_cache` made it. Raises ConfigError."""
-    from kv_transfer.select import choose, choose_device  # as above
-
-    if config.device_of(pool) == "cpu":
-        return choose(config.transfer, cache, wake)
     from engine.kernels.block_copy import pull_blocks
+
+    tensor = torch.zeros((blocks, layout.block_bytes), dtype=torch.uint8, device="cuda")
+    return KVCache.on_gpu(device, tensor, pull_blocks)
+
+
+def _device(config: ClusterConfig, pool: PoolConfig) -> Device | None:
+    """The GPU that an engine of the pool takes; None: it computes on the CPU."""
+    if config.device_of(pool) == "cpu":
+        return None
     from kv_transfer.device.cuda_driver import CudaDevice
-    from kv_transfer.device.device import DeviceBlocks
 
-    return choose_device(config.transfer, CudaDevice(), DeviceBlocks.of(cache), wake, pull_blocks)
+    return CudaDevice()
 
 
-def _checksum(config: ClusterConfig, cache: Any) -> Checksum | None:
-    return checksum_of(cache) if config.transfer.checksum else None
+def _checksum(config: ClusterConfig, cache: KVCache) -> Checksum | None:
+    return checksum_of(cache.tensor) if config.transfer.checksum else None
 
 
 def _loop(service: Service, runner: Runner, pool: PoolConfig, address: Address, send: Send) -> EngineLoop:

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self, TypeAlias, cast
 
 from bench.gpu.answers import Answers
-from bench.gpu.device_exports import Kind, as_tensor, export, importing, open_device
+from bench.gpu.device_exports import as_tensor, export, importing, open_device
 from bench.gpu.generation import engine_config
 from bench.gpu.models import BLOCK_SIZE, NUM_BLOCKS, gpu_runner, small_model
 from bench.gpu.setting import Setting
@@ -54,7 +54,7 @@ class Engine(NamedTuple):
     """What an engine's process is told. `name`: of its shared memory."""
 
     setting: Setting
-    kind: Kind
+    kind: str
     address: Address
     name: str
 
@@ -64,7 +64,7 @@ class Deployment:
     ended.
     """
 
-    def __init__(self, setting: Setting, kind: Kind, roles: Sequence[str], name: str) -> None:
+    def __init__(self, setting: Setting, kind: str, roles: Sequence[str], name: str) -> None:
         address = Address(ROUTER_ID, 1)
         config = RouterConfig(
             disaggregation="strict" if "prefill" in roles else "off",
@@ -190,14 +190,14 @@ def _build(engine: Engine, send: Callable[[Envelope], None], resources: ExitStac
     if role == "prefill":
         exported = export(engine.kind, device, engine.name, NUM_BLOCKS, size)
         resources.callback(exported.close)
-        cache = exported.cache
+        cache = exported.cache.tensor
         leases = LeaseTable(exported.words, engine.address.epoch)
         service = PrefillService(**fields, leases=leases, hello=_hello("prefill", layout, config, exported.endpoint))
     else:
         pool = DevicePool(device, bytes(NONCE_BYTES), num_blocks=NUM_BLOCKS, block_bytes=size)
         resources.callback(pool.close)
-        cache = pool.blocks.tensor
-        transport = importing(engine.kind, setting, device, pool.blocks, lambda: loops[0].wake())
+        cache = pool.cache.tensor
+        transport = importing(engine.kind, setting, pool.cache, lambda: loops[0].wake())
         resources.callback(transport.close)
         service = DecodeService(
             **fields, transport=transport, hello=_hello("decode", layout, config, b""), block_bytes=size

@@ -86,7 +86,7 @@ def serve_model(config: ClusterConfig) -> ServedModel:
         )
     del served.layout_fields["block_size"]
     check_max_model_len(config, served.max_model_len)
-    for name, pool in (("prefill", config.prefill), ("decode", config.decode)):
+    for name, pool in config.pools.items():
         if pool.replicas and not is_profiled(pool) and num_blocks(config, pool, served) < 2:
             raise ConfigError(
                 f"{name}.kv_cache_bytes: too few for two blocks of {served.layout(pool).block_bytes} bytes"
@@ -96,7 +96,7 @@ def serve_model(config: ClusterConfig) -> ServedModel:
 
 def check_max_model_len(config: ClusterConfig, limit: int) -> None:
     """`limit`: the model's. Raises ConfigError."""
-    for name, pool in (("prefill", config.prefill), ("decode", config.decode)):
+    for name, pool in config.pools.items():
         if pool.replicas and pool.engine.max_model_len > limit:
             raise ConfigError(f"{name}.max_model_len: {pool.engine.max_model_len} is more than the model's {limit}")
 

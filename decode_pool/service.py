@@ -19,10 +19,8 @@ from dataclasses import dataclass
 from typing import cast, get_args
 
 from decode_pool.pulls import PullEnd, Pulls
-from engine.config import Mode
 from engine.runner import Batch, StepOutput
 from engine.scheduler.outcome import Events
-from engine.scheduler.preemption import Reason
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import Request
 from engine.scheduler.step_counts import PREFIX_COUNTERS, StepCounts
@@ -50,6 +48,7 @@ from protocol.messages import (
     RequestKey,
     RouterStatus,
 )
+from protocol.preemption import MODE_COUNTERS, REASON_COUNTERS
 from protocol.router_link import ROUTER_SILENT, Ending, LinkConfig, RouterLink
 from protocol.timeline import Timeline
 from protocol.timers import Timers
@@ -116,8 +115,8 @@ class DecodeService:
         self.counters: dict[str, float] = dict.fromkeys(
             (
                 *("requests", "prompt_tokens", *PREFIX_COUNTERS, "transferred_tokens", "generated_tokens"),
-                *(f"preemptions_{mode}" for mode in get_args(Mode)),
-                *(f"preemption_reason_{reason}" for reason in get_args(Reason)),
+                *MODE_COUNTERS.values(),
+                *REASON_COUNTERS.values(),
                 *("recomputed_tokens", "swapped_bytes", "swap_seconds"),
                 *(
                     "pulls",
@@ -237,8 +236,8 @@ class DecodeService:
                 entry.timeline.enter("transfer")
             self._pull_more(entry)
         for choice in events.choices:
-            self.counters[f"preemptions_{choice.mode}"] += 1
-            self.counters[f"preemption_reason_{choice.reason}"] += 1
+            self.counters[MODE_COUNTERS[choice.mode]] += 1
+            self.counters[REASON_COUNTERS[choice.reason]] += 1
         for key in events.returned:
             self._leave(self._entries[key], DecodeEvent.RETURNED, "returned", "preempted")
         for key, finish_reason in events.ended:

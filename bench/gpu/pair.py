@@ -12,7 +12,7 @@ from bench.gpu.models import NUM_BLOCKS, cpu_runner, small_config, small_model
 from bench.gpu.report import Cell, Column, Item, Note, Problem, Table
 from bench.gpu.setting import GPU_TRANSPORTS, SHARED_MEMORY, Setting
 from kv_transfer.config import AUTO
-from protocol.messages import ReplicaStatus
+from protocol.messages import PoolName, ReplicaStatus
 from router.admission import ClientRequest
 
 ALONE = "one engine, no transfer"
@@ -49,7 +49,8 @@ def run(setting: Setting) -> Iterator[Item]:
 
 def _answer(setting: Setting, what: str, requests: list[ClientRequest]) -> tuple[Answers, ReplicaStatus]:
     """Answers, and what the decode engine says once it has counted all of them."""
-    roles, kind = (["decode"], AUTO) if what == ALONE else (["prefill", "decode"], what)
+    roles: list[PoolName] = ["decode"] if what == ALONE else ["prefill", "decode"]
+    kind = AUTO if what == ALONE else what
     with Deployment(setting, kind, roles, f"{SHARED_MEMORY}{secrets.token_hex(4)}") as deployment:
         answers = deployment.answer(requests)
         generated_here = sum(

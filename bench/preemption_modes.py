@@ -25,6 +25,7 @@ from engine.runner import Batch
 from engine.runners.arithmetic_model import expected_tokens
 from engine.runners.torch_cpu import TorchCPURunner
 from protocol.messages import SamplingParams
+from protocol.preemption import MODE_COUNTERS, REASON_COUNTERS
 from router.admission import ClientRequest
 from router.config import RouterConfig
 from simulator.scenario import NO_FAULTS, Client, Scenario
@@ -188,12 +189,8 @@ def run_mode(mode: Knob, costs: MeasuredCosts, *, num_host_blocks: int, num_requ
         output_tokens_per_s=round(len(times) / (times.max() - FIRST_ARRIVAL_S), 1),
         itl_p50_ms=round(float(np.percentile(gaps, 50)) * 1000, 1),
         itl_p99_ms=round(float(np.percentile(gaps, 99)) * 1000, 1),
-        preemptions={name: int(decode[f"preemptions_{name}"]) for name in ("recompute", "swap", "remote")},
-        reasons={
-            name.removeprefix("preemption_reason_"): int(n)
-            for name, n in decode.items()
-            if n and name.startswith("preemption_reason")
-        },
+        preemptions={name: int(decode[counter]) for name, counter in MODE_COUNTERS.items()},
+        reasons={name: int(n) for name, counter in REASON_COUNTERS.items() if (n := decode[counter])},
         recomputed_tokens=decode_scheduler.num_recomputed_tokens,
         prefilled_again_tokens=int(prefill["prompt_tokens"]) - prompts,
         swapped_mbytes=round(decode["swapped_bytes"] / (8 * BLOCK_SIZE) * costs.block_bytes / 1e6, 1),

@@ -20,9 +20,13 @@ from pathlib import Path
 
 import numpy as np
 
+from kv_transfer.config import TransferConfig
+from kv_transfer.device.device import KVCache
+from kv_transfer.exports import Export
+from kv_transfer.layout import Blocks
 from kv_transfer.segment import SharedSegment
-from kv_transfer.transport import Blocks
-from kv_transfer.transports.shared_memory import SharedMemoryPeer, SharedMemoryTransport, export
+from kv_transfer.transport import Peer
+from kv_transfer.transports import shared_memory
 
 CACHE_BYTES = 256 << 20
 BLOCK_BYTES = (16 << 10, 64 << 10, 256 << 10)
@@ -31,13 +35,18 @@ NUM_REPEATS = 9
 
 def export_until_stdin_ends(block_bytes: int) -> None:
     """The other process."""
-    segment = SharedSegment.create(
-        f"bench-{uuid.uuid4().hex[:12]}", block_bytes=block_bytes, num_blocks=CACHE_BYTES // block_bytes, num_slots=1
+    exported = Export(
+        TransferConfig(transport=shared_memory.KIND),
+        f"bench-{uuid.uuid4().hex[:12]}",
+        block_bytes=block_bytes,
+        num_blocks=CACHE_BYTES // block_bytes,
+        num_slots=1,
+        num_peers=1,
     )
-    segment.cache[:] = np.arange(block_bytes, dtype=np.uint8)
-    print(export(segment).decode(), flush=True)
+    exported.cache.tensor[:] = np.arange(block_bytes, dtype=np.uint8)
+    print(exported.endpoint.decode(), flush=True)
     sys.stdin.read()
-    segment.close()
+    exported.close()
 
 
 @contextmanager
@@ -69,9 +78,7 @@ def busy_interpreter(busy: bool) -> Iterator[None]:
         thread.join()
 
 
-def pull_seconds(
-    peer: SharedMemoryPeer, ended: "queue.SimpleQueue[float]", src_blocks: list[int], dst_blocks: list[int]
-) -> float:
+def pull_seconds(peer: Peer, ended: "queue.SimpleQueue[float]", src_blocks: list[int], dst_blocks: list[int]) -> float:
     """From the call until the last byte has arrived."""
     started = time.perf_counter()
     pull = peer.pull(src_blocks, dst_blocks)
@@ -88,7 +95,7 @@ def measure(block_bytes: int, busy: bool) -> dict[str, float]:
     source, destination = rng.permutation(num_blocks).tolist(), rng.permutation(num_blocks).tolist()
     ended: queue.SimpleQueue[float] = queue.SimpleQueue()
     cache: Blocks = np.ones((num_blocks, block_bytes), np.uint8)
-    transport = SharedMemoryTransport(cache, lambda: ended.put(time.perf_counter()))
+    transport = shared_memory.import_into(KVCache.in_host_memory(cache), lambda: ended.put(time.perf_counter()))
     in_order = list(range(num_blocks))
     copies: dict[str, list[float]] = {"memcpy": [], "pull": [], "pull_in_order": []}
     with exporter(block_bytes) as endpoint:
@@ -138,7 +145,7 @@ def main() -> None:
     if arguments.json:
         print(
             json.dumps(
-                {"transport": "shared_memory", "cache_bytes": CACHE_BYTES, "busy": arguments.busy, "pulls": rows}
+                {"transport": shared_memory.KIND, "cache_bytes": CACHE_BYTES, "busy": arguments.busy, "pulls": rows}
             )
         )
         return

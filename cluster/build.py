@@ -22,22 +22,23 @@ import numpy.typing as npt
 from cluster import limits
 from cluster.config import ClusterConfig, PoolConfig
 from decode_pool.service import DecodeService
-from engine.loop import EngineLoop, Service
+from engine.loop import EngineLoop
 from engine.models.checkpoint import check_model_dir
 from engine.models.config import eos_token_ids, kv_layout_fields
+from engine.parts import EngineParts, assemble
 from engine.runner import Runner
 from engine.runners import arithmetic_model
 from engine.runners.arithmetic import ArithmeticRunner
 from engine.scheduler.proposer import NGramProposer
-from engine.scheduler.scheduler import Proposer, Scheduler
-from kv_transfer.checksum import Checksum, checksum_of
+from kv_transfer.device.device import Device, KVCache
+from kv_transfer.exports import Export
 from kv_transfer.layout import KVLayout
 from kv_transfer.lease import LeaseTable
 from kv_transfer.segment import PREFIX, remove_stale
-from kv_transfer.transport import Transport
+from kv_transfer.select import choose
 from prefill_pool.service import PrefillService
 from protocol.errors import ConfigError
-from protocol.messages import Address, Envelope, Hello
+from protocol.messages import Address, Envelope, PoolName
 from protocol.router_link import LinkConfig
 
 Send = Callable[[Envelope], None]
@@ -84,7 +85,7 @@ def serve_model(config: ClusterConfig) -> ServedModel:
         )
     del served.layout_fields["block_size"]
     check_max_model_len(config, served.max_model_len)
-    for name, pool in (("prefill", config.prefill), ("decode", config.decode)):
+    for name, pool in config.pools.items():
         if pool.replicas and not is_profiled(pool) and num_blocks(config, pool, served) < 2:
             raise ConfigError(
                 f"{name}.kv_cache_bytes: too few for two blocks of {served.layout(pool).block_bytes} bytes"
@@ -94,7 +95,7 @@ def serve_model(config: ClusterConfig) -> ServedModel:
 
 def check_max_model_len(config: ClusterConfig, limit: int) -> None:
     """`limit`: the model's. Raises ConfigError."""
-    for name, pool in (("prefill", config.prefill), ("decode", config.decode)):
+    for name, pool in config.pools.items():
         if pool.replicas and pool.engine.max_model_len > limit:
             raise ConfigError(f"{name}.max_model_len: {pool.engine.max_model_len} is more than the model's {limit}")
 
@@ -131,136 +132,84 @@ def build_prefill(config: ClusterConfig, address: Address, send: Send, prefix: s
     """A prefill engine. Lease words, and on the CPU the cache, lie in the shared-memory file `prefix` + its name.
     Raises StartupError.
     """
-    from kv_transfer.exports import (
-        DeviceExport,
-        HostExport,
-    )  # brings numba: the supervisor, which imports this module too, moves nothing
-
     served, pool = serve_model(config), config.prefill
-    layout, on_host = served.layout(pool), config.device_of(pool) == "cpu"
     blocks, make_runner = _prepare(config, pool, served)
     remove_stale()  # of this machine, which need not be the supervisor's
     name = f"{prefix.removeprefix(PREFIX)}{address.replica_id}-{address.epoch}"
     # As many lease words as blocks: every leased prompt has a block of its own at least.
-    shape: dict[str, Any] = {"num_blocks": blocks, "block_bytes": layout.block_bytes, "num_slots": blocks}
-    export: HostExport | DeviceExport
-    if on_host:
-        export = HostExport(config.transfer, name, **shape)
-    else:
-        from kv_transfer.device.cuda_driver import CudaDevice
-
-        export = DeviceExport(config.transfer, name, CudaDevice(), **shape, num_peers=config.decode.replicas)
-    resources.callback(export.close)
-    service = PrefillService(
-        address=address,
-        scheduler=_scheduler(pool, blocks, served, layout),
-        leases=LeaseTable(export.words, address.epoch),
-        config=config.transfer,
-        link=_link(config),
-        hello=_hello("prefill", pool, blocks, layout, export.endpoint),
-        clock=time.monotonic,
-        checksum=_checksum(config, export.cache),
+    export = Export(
+        config.transfer,
+        name,
+        _device(config, pool),
+        num_blocks=blocks,
+        block_bytes=served.layout(pool).block_bytes,
+        num_slots=blocks,
+        num_peers=config.decode.replicas,
     )
-    return _loop(service, make_runner(export.cache, 0), pool, address, send)
+    resources.callback(export.close)
+    engine = _assemble(config, "prefill", served, blocks, address, export.endpoint)
+    leases = LeaseTable(export.words, address.epoch)
+    service = PrefillService(engine, leases=leases, config=config.transfer, cache=export.cache)
+    return engine.loop(service, make_runner(export.cache.tensor, 0), send)
 
 
 def build_decode(config: ClusterConfig, address: Address, send: Send, prefix: str, resources: ExitStack) -> EngineLoop:
     """A decode engine; its cache is its own. Raises StartupError."""
     served, pool = serve_model(config), config.decode
-    layout = served.layout(pool)
     blocks, make_runner = _prepare(config, pool, served)
-    cache = make_cache(config, pool, blocks, layout)
+    cache = make_cache(config, pool, blocks, served.layout(pool))
     loops: list[EngineLoop] = []
-    transport = _transport(config, pool, cache, lambda: loops[0].wake())
+    transport = choose(config.transfer, cache, lambda: loops[0].wake())
     resources.callback(transport.close)
-    service = DecodeService(
-        address=address,
-        scheduler=_scheduler(pool, blocks, served, layout, NGramProposer()),
-        transport=transport,
-        config=config.transfer,
-        link=_link(config),
-        hello=_hello("decode", pool, blocks, layout, b""),
-        block_bytes=layout.block_bytes,
-        clock=time.monotonic,
-        checksum=_checksum(config, cache),
-    )
-    loops.append(_loop(service, make_runner(cache, num_host_blocks(pool, served)), pool, address, send))
+    engine = _assemble(config, "decode", served, blocks, address)
+    service = DecodeService(engine, transport=transport, config=config.transfer, cache=cache)
+    loops.append(engine.loop(service, make_runner(cache.tensor, num_host_blocks(pool, served)), send))
     return loops[0]
 
 
-def make_cache(config: ClusterConfig, pool: PoolConfig, blocks: int, layout: KVLayout) -> Any:
-    """A zeroed cache that no other process needs to see by name: uint8 [blocks, block_bytes], numpy's on the host,
-    torch's on a GPU.
-    """
-    if config.device_of(pool) == "cpu":
-        cache = np.empty((blocks, layout.block_bytes), np.uint8)
-        cache.fill(0)  # touches every page now, so that no pull pays for it
-        return cache
-    import torch
-
-    return torch.zeros((blocks, layout.block_bytes), dtype=torch.uint8, device="cuda")
-
-
-def _transport(config: ClusterConfig, pool: PoolConfig, cache: Any, wake: Callable[[], None]) -> Transport:
-    """Pulls into `cache`, as `make_cache` made it. Raises ConfigError."""
-    from kv_transfer.select import choose, choose_device  # as above
-
-    if config.device_of(pool) == "cpu":
-        return choose(config.transfer, cache, wake)
-    from engine.kernels.block_copy import pull_blocks
-    from kv_transfer.device.cuda_driver import CudaDevice
-    from kv_transfer.device.device import DeviceBlocks
-
-    return choose_device(config.transfer, CudaDevice(), DeviceBlocks.of(cache), wake, pull_blocks)
-
-
-def _checksum(config: ClusterConfig, cache: Any) -> Checksum | None:
-    return checksum_of(cache) if config.transfer.checksum else None
-
-
-def _loop(service: Service, runner: Runner, pool: PoolConfig, address: Address, send: Send) -> EngineLoop:
-    return EngineLoop(
-        service,
-        runner,
-        address=address,
-        clock=time.monotonic,
-        send=send,
-        asynchronous=pool.engine.async_scheduling,
-        stall_timeout_s=pool.engine.stall_timeout_s,
-    )
-
-
-def _scheduler(
-    pool: PoolConfig, blocks: int, served: ServedModel, layout: KVLayout, proposer: Proposer | None = None
-) -> Scheduler:
-    return Scheduler(
+def _assemble(
+    config: ClusterConfig, role: PoolName, served: ServedModel, blocks: int, address: Address, endpoint: bytes = b""
+) -> EngineParts:
+    pool = config.pools[role]
+    return assemble(
         pool.engine,
+        role=role,
+        address=address,
         num_blocks=blocks,
         num_host_blocks=num_host_blocks(pool, served),
-        fingerprint=layout.fingerprint(),
-        eos_token_ids=served.eos_token_ids,
-        proposer=proposer,
+        fingerprint=served.layout(pool).fingerprint(),
+        link=LinkConfig(
+            status_interval_s=config.router.status_interval_s, router_timeout_s=config.router.router_timeout_s
+        ),
         clock=time.monotonic,
-    )
-
-
-def _link(config: ClusterConfig) -> LinkConfig:
-    return LinkConfig(
-        status_interval_s=config.router.status_interval_s, router_timeout_s=config.router.router_timeout_s
-    )
-
-
-def _hello(role: Any, pool: PoolConfig, blocks: int, layout: KVLayout, endpoint: bytes) -> Hello:
-    return Hello(
-        role=role,
-        layout_fingerprint=layout.fingerprint(),
-        block_size=pool.engine.block_size,
-        num_blocks=blocks,
-        max_num_seqs=pool.engine.max_num_seqs,
-        max_model_len=pool.engine.max_model_len,
-        max_prompt_tokens=pool.engine.max_prompt_tokens(blocks),
         endpoint=endpoint,
+        eos_token_ids=served.eos_token_ids,
+        proposer=NGramProposer() if role == "decode" else None,
     )
+
+
+def make_cache(config: ClusterConfig, pool: PoolConfig, blocks: int, layout: KVLayout) -> KVCache:
+    """A zeroed cache that no other process needs to see by name."""
+    device = _device(config, pool)
+    if device is None:
+        cache = np.empty((blocks, layout.block_bytes), np.uint8)
+        cache.fill(0)  # touches every page now, so that no pull pays for it
+        return KVCache.in_host_memory(cache)
+    import torch
+
+    from engine.kernels.block_copy import pull_blocks
+
+    tensor = torch.zeros((blocks, layout.block_bytes), dtype=torch.uint8, device="cuda")
+    return KVCache.on_gpu(device, tensor, pull_blocks)
+
+
+def _device(config: ClusterConfig, pool: PoolConfig) -> Device | None:
+    """The GPU that an engine of the pool takes; None: it computes on the CPU."""
+    if config.device_of(pool) == "cpu":
+        return None
+    from kv_transfer.device.cuda_driver import CudaDevice
+
+    return CudaDevice()
 
 
 def _prepare(config: ClusterConfig, pool: PoolConfig, served: ServedModel) -> tuple[int, MakeRunner]:

@@ -233,10 +233,7 @@ def simulate(
 
     loaded = load(config, ["runner=arithmetic", *(set_ or [])])
     served = build.serve_model(loaded)
-    num_blocks = {
-        name: build.num_blocks(loaded, pool, served)
-        for name, pool in (("prefill", loaded.prefill), ("decode", loaded.decode))
-    }
+    num_blocks = {name: build.num_blocks(loaded, pool, served) for name, pool in loaded.pools.items()}
     costs = load_simulation.StepCosts(
         step_s=step_ms / 1e3, decode_s=decode_ms / 1e3, prompt_token_s=prompt_token_ms / 1e3
     )

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -22,6 +22,7 @@ from engine.config import EngineConfig
 from kv_transfer.config import TransferConfig
 from protocol.errors import ConfigError
 from protocol.log import LogLevel
+from protocol.messages import PoolName
 from router.config import RouterConfig
 
 T = TypeVar("T")
@@ -88,9 +89,13 @@ class ClusterConfig:
             )
         if self.router.disaggregation == "strict" and not self.prefill.replicas:
             raise ConfigError("router.disaggregation: strict refuses every request where prefill.replicas is 0")
-        for name, pool in (("prefill", self.prefill), ("decode", self.decode)):
+        for name, pool in self.pools.items():
             if pool.replicas:
                 self._check_device(name, pool)
+
+    @property
+    def pools(self) -> dict[PoolName, PoolConfig]:
+        return {"prefill": self.prefill, "decode": self.decode}
 
     def device_of(self, pool: PoolConfig) -> Literal["cpu", "cuda"]:
         """What its engines compute on. Not what they can see: Ray shows all of a machine's GPUs to an engine that was
@@ -98,7 +103,7 @@ class ClusterConfig:
         """
         return "cuda" if pool.num_gpus else "cpu"
 
-    def _check_device(self, name: str, pool: PoolConfig) -> None:
+    def _check_device(self, name: PoolName, pool: PoolConfig) -> None:
         if self.runner == "arithmetic" and (pool.num_gpus or self.device == "cuda"):
             key = f"{name}.num_gpus: {pool.num_gpus}" if pool.num_gpus else "device: cuda"
             raise ConfigError(f"{key}, but the arithmetic runner computes on the CPU")
@@ -111,16 +116,14 @@ class ClusterConfig:
 
 _SCALARS = ("model", "dtype", "runner", "device", "log_level")
 _SECTIONS: dict[str, tuple[str, ...]] = {
-    "prefill": _POOL_KNOBS,
-    "decode": _POOL_KNOBS,
+    **dict.fromkeys(get_args(PoolName), _POOL_KNOBS),
     "transfer": tuple(f.name for f in fields(TransferConfig)),
     "router": tuple(f.name for f in fields(RouterConfig)),
 }
 _POOL_HINTS = {**get_type_hints(PoolConfig), **get_type_hints(EngineConfig)}
 _HINTS: dict[str, dict[str, Any]] = {
     "": get_type_hints(ClusterConfig),
-    "prefill": _POOL_HINTS,
-    "decode": _POOL_HINTS,
+    **dict.fromkeys(get_args(PoolName), _POOL_HINTS),
     "transfer": get_type_hints(TransferConfig),
     "router": get_type_hints(RouterConfig),
 }

@@ -22,6 +22,7 @@ from engine.models.config import ModelConfig, kv_layout_fields, read_config
 from engine.runners import arithmetic_model
 from kv_transfer.layout import KVLayout
 from protocol.errors import ConfigError
+from protocol.messages import PoolName
 
 GIB = 1024**3
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
@@ -31,6 +32,8 @@ MANY_STEPS = 4
 FAR_ABOVE = 2
 """So are seats for this many times the sequences that the blocks hold."""
 
+Role = Literal[PoolName, "colocated"]
+"""What the engines of a pool are for, where one kind may be for everything."""
 Budget = Literal["max_num_seqs", "max_num_batched_tokens", "KV blocks"]
 
 
@@ -55,7 +58,7 @@ class Rates:
 class PoolPlan:
     """One engine of a pool; all its engines are alike."""
 
-    role: Literal["prefill", "decode", "colocated"]
+    role: Role
     replicas: int
     weight_bytes: int
     activation_bytes: int
@@ -137,14 +140,14 @@ def gpu_memory_bytes() -> int | None:
     return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else None
 
 
-def _pools(config: ClusterConfig) -> list[tuple[Literal["prefill", "decode", "colocated"], PoolConfig]]:
+def _pools(config: ClusterConfig) -> list[tuple[Role, PoolConfig]]:
     if not config.prefill.replicas:
         return [("colocated", config.decode)]
-    return [("prefill", config.prefill), ("decode", config.decode)]
+    return list(config.pools.items())
 
 
 def _pool_plan(
-    role: Literal["prefill", "decode", "colocated"],
+    role: Role,
     pool: PoolConfig,
     config: ClusterConfig,
     model: ModelConfig | None,
@@ -225,7 +228,7 @@ def _num_blocks(key: str, pool: PoolConfig, runner: str, block_bytes: int, free_
     return num_bytes // block_bytes, name
 
 
-def _ceilings(role: str, engine: EngineConfig, load: Workload, num_contexts: int) -> dict[Budget, int]:
+def _ceilings(role: Role, engine: EngineConfig, load: Workload, num_contexts: int) -> dict[Budget, int]:
     """Sequences at once. In a prefill engine the token budget allows as many as fill one step.
 
     Colocated, every answer of O tokens brings a prompt of P: in the long run P / O prompt tokens come with each decode.
@@ -240,7 +243,7 @@ def _ceilings(role: str, engine: EngineConfig, load: Workload, num_contexts: int
 
 
 def _prompt_tokens_per_step(
-    role: str, engine: EngineConfig, load: Workload, num_contexts: int, num_running: int
+    role: Role, engine: EngineConfig, load: Workload, num_contexts: int, num_running: int
 ) -> int:
     if role == "prefill":
         return min(engine.max_num_seqs, num_contexts) * _chunk_cap(engine, load.prompt_tokens)
@@ -265,7 +268,7 @@ def _first_chunk(engine: EngineConfig, prompt_tokens: int, num_decodes: int, *, 
     return min(room, prompt_tokens if alone else _chunk_cap(engine, prompt_tokens))
 
 
-def _key(role: str) -> str:
+def _key(role: Role) -> PoolName:
     """Section of the configuration."""
     return "prefill" if role == "prefill" else "decode"
 

@@ -28,7 +28,7 @@ from decode_pool.actor import DecodeActor
 from kv_transfer.segment import PREFIX, remove_stale
 from prefill_pool.actor import PrefillActor
 from protocol.errors import CapacityError, ClusterLost, StartupError
-from protocol.messages import ROUTER_ID, Address
+from protocol.messages import ROUTER_ID, Address, PoolName
 from router.actor import RouterActor
 from router.policy import ReplicaView
 
@@ -45,7 +45,7 @@ STABLE_S = 60.0
 MAX_DELAY_S = 30.0
 
 Progress = Callable[[str], None]
-Role = Literal["router", "prefill", "decode"]
+Role = Literal["router", PoolName]
 
 
 @dataclass(slots=True)
@@ -180,8 +180,7 @@ class Deployment:
             self.progress(f"warning: {warning}")
         remove_stale()
         self.port, self.metrics_port = config.router.grpc_port, config.router.metrics_port
-        roles: list[tuple[Role, int]] = [("prefill", config.prefill.replicas), ("decode", config.decode.replicas)]
-        names: list[tuple[str, Role]] = [(f"{role}-{i}", role) for role, replicas in roles for i in range(replicas)]
+        names = [(f"{name}-{i}", name) for name, pool in config.pools.items() for i in range(pool.replicas)]
         self._engines = [ReplicaProcess(name, role, bundle) for bundle, (name, role) in enumerate(names)]
         bundles = [Bundle(pool.num_threads, pool.num_gpus) for pool in map(self._pool, self._engines)]
         self.progress("starting Ray")

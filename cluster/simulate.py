@@ -19,7 +19,7 @@ from cluster.config import ClusterConfig
 from engine.runner import Batch
 from engine.runners.arithmetic_model import expected_tokens
 from protocol.errors import ConfigError
-from protocol.messages import SamplingParams
+from protocol.messages import PoolName, SamplingParams
 from router.admission import ClientRequest
 from simulator.scenario import NO_FAULTS, Client, Scenario
 from simulator.simulation import Simulation
@@ -87,9 +87,9 @@ def _from_file(path: Path) -> list[tuple[float, int, int]]:
 
 
 def scenario(
-    config: ClusterConfig, requests: list[tuple[float, int, int]], costs: StepCosts, *, num_blocks: dict[str, int]
+    config: ClusterConfig, requests: list[tuple[float, int, int]], costs: StepCosts, *, num_blocks: dict[PoolName, int]
 ) -> Scenario:
-    """`num_blocks`: of each pool's engines, by "prefill" and "decode"."""
+    """`num_blocks`: of each pool's engines."""
 
     return Scenario(
         seed=1,

@@ -19,18 +19,16 @@ from dataclasses import dataclass
 from typing import cast, get_args
 
 from decode_pool.pulls import PullEnd, Pulls
-from engine.config import Mode
+from engine.parts import EngineParts
 from engine.runner import Batch, StepOutput
 from engine.scheduler.outcome import Events
-from engine.scheduler.preemption import Reason
-from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import Request
 from engine.scheduler.step_counts import PREFIX_COUNTERS, StepCounts
-from kv_transfer.checksum import Checksum
+from kv_transfer.checksum import checksum_of
 from kv_transfer.config import TransferConfig
+from kv_transfer.device.device import KVCache
 from kv_transfer.state import DECODE_TABLE, DECODE_TIMERS, DecodeEvent, DecodeState, DecodeTimer, advance
 from kv_transfer.transport import Transport
-from protocol.clock import Clock
 from protocol.errors import ChecksumMismatch, InvalidRequest, LeaseLost, ProtocolError, TransferError
 from protocol.log import about, label
 from protocol.messages import (
@@ -39,7 +37,6 @@ from protocol.messages import (
     EndKind,
     EngineRequest,
     Envelope,
-    Hello,
     KVHandoff,
     KVRelease,
     KVRenew,
@@ -51,7 +48,8 @@ from protocol.messages import (
     RequestKey,
     RouterStatus,
 )
-from protocol.router_link import ROUTER_SILENT, Ending, LinkConfig, RouterLink
+from protocol.preemption import MODE_COUNTERS, REASON_COUNTERS
+from protocol.router_link import ROUTER_SILENT, Ending, RouterLink
 from protocol.timeline import Timeline
 from protocol.timers import Timers
 
@@ -89,36 +87,25 @@ class Decode:
 class DecodeService:
     """Decides; executes nothing. A shell or the simulator drives it: handle, tick, schedule, commit, and an outbox."""
 
-    def __init__(
-        self,
-        *,
-        address: Address,
-        scheduler: Scheduler,
-        transport: Transport,
-        config: TransferConfig,
-        link: LinkConfig,
-        hello: Hello,
-        block_bytes: int,
-        clock: Clock,
-        checksum: Checksum | None = None,
-    ) -> None:
-        self.address = address
+    def __init__(self, engine: EngineParts, *, transport: Transport, config: TransferConfig, cache: KVCache) -> None:
+        """`transport` pulls into `cache`."""
+        self.address = engine.address
         self.outbox: list[tuple[Address, Message]] = []
-        self._scheduler = scheduler
+        self._scheduler = engine.scheduler
         self._config = config
-        self._hello = hello
-        self._block_bytes = block_bytes
-        self._clock = clock
+        self._hello = engine.hello
+        self._block_bytes = cache.block_bytes
+        self._clock = engine.clock
         self._entries: dict[RequestKey, Decode] = {}
         self._transport = transport
-        self._pulls = Pulls(transport, clock, checksum)
+        self._pulls = Pulls(transport, engine.clock, checksum_of(cache.tensor) if config.checksum else None)
         self._num_early = 0
         self.timers: Timers[tuple[DecodeTimer, RequestKey]] = Timers()
         self.counters: dict[str, float] = dict.fromkeys(
             (
                 *("requests", "prompt_tokens", *PREFIX_COUNTERS, "transferred_tokens", "generated_tokens"),
-                *(f"preemptions_{mode}" for mode in get_args(Mode)),
-                *(f"preemption_reason_{reason}" for reason in get_args(Reason)),
+                *MODE_COUNTERS.values(),
+                *REASON_COUNTERS.values(),
                 *("recomputed_tokens", "swapped_bytes", "swap_seconds"),
                 *(
                     "pulls",
@@ -136,7 +123,7 @@ class DecodeService:
         )
         """`prompt_tokens`: computed here, counted when the prompt is complete; again after a preemption:
         `recomputed_tokens`. Each preemption counts under its mode, and under the reason for that."""
-        self._steps = StepCounts(self.counters, scheduler.config)
+        self._steps = StepCounts(self.counters, engine.scheduler.config)
         handlers: dict[type, Callable[[Envelope], None]] = {
             EngineRequest: self._on_generate,
             AbortRequest: self._on_abort,
@@ -148,10 +135,10 @@ class DecodeService:
         }
         self._link = RouterLink(
             self,
-            link,
-            clock,
-            address=address,
-            hello=hello,
+            engine.link,
+            engine.clock,
+            address=engine.address,
+            hello=engine.hello,
             handlers=handlers,
             outbox=self.outbox,
             counters=self.counters,
@@ -239,8 +226,8 @@ class DecodeService:
                 entry.timeline.enter("transfer")
             self._pull_more(entry)
         for choice in events.choices:
-            self.counters[f"preemptions_{choice.mode}"] += 1
-            self.counters[f"preemption_reason_{choice.reason}"] += 1
+            self.counters[MODE_COUNTERS[choice.mode]] += 1
+            self.counters[REASON_COUNTERS[choice.reason]] += 1
         for key in events.returned:
             self._leave(self._entries[key], DecodeEvent.RETURNED, "returned", "preempted")
         for key, finish_reason in events.ended:

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from protocol.errors import ConfigError
+from protocol.preemption import PreemptionMode
 
-Mode = Literal["recompute", "swap", "remote"]
-"""How a running sequence that loses its blocks gets its KV back."""
-Knob = Literal[Mode, "auto"]
+Knob = Literal[PreemptionMode, "auto"]
+"""What `preemption` may say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

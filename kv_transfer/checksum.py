@@ -7,7 +7,7 @@ CRC-32 runs at about 6 GB/s on one core, without the interpreter lock; each side
 import zlib
 from collections.abc import Callable, Sequence
 
-from kv_transfer.transport import Blocks
+from kv_transfer.layout import Blocks
 
 Checksum = Callable[[Sequence[int]], tuple[int, ...]]
 """Block ids of one cache -> CRC-32 of each block's bytes, in order."""

@@ -1,19 +1,19 @@
 """The knobs of KV transfer, the same in both pools."""
 
 from dataclasses import dataclass
-from typing import Literal
 
+from kv_transfer.transports import registry
 from protocol.errors import ConfigError
+
+AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferConfig:
     """How blocks travel, and how long each side of a handoff waits for the other."""
 
-    transport: Literal["auto", "shared_memory", "cuda_ipc", "host_staged", "nixl"] = "auto"
-    """auto: the best that moves a nonce from peer to peer. shared_memory is for engines on the CPU, cuda_ipc and
-    host_staged on GPUs.
-    """
+    transport: str = AUTO
+    """A name of kv_transfer/transports/registry.py; auto: the best that moves a nonce from peer to peer."""
     checksum: bool = False
     """Compare the bytes of pulled blocks too: each side reads them once more. A mismatch fails the attempt."""
     pull_timeout_s: float = 30.0
@@ -28,6 +28,8 @@ class TransferConfig:
     """Handoffs a decode engine keeps that came before their request."""
 
     def __post_init__(self) -> None:
+        if self.transport not in (AUTO, *registry.names()):
+            raise ConfigError(f"transport: {self.transport!r} is not one of {AUTO}, {', '.join(registry.names())}")
         for name in ("pull_timeout_s", "lease_s", "revoke_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}: {getattr(self, name)} is not above 0")

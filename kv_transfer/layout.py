@@ -4,7 +4,13 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 LAYOUT_VERSION = 1
+
+Blocks = npt.NDArray[np.uint8]
+"""uint8 [num_blocks, block_bytes]: a cache in host memory, each row one block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

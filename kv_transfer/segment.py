@@ -24,8 +24,8 @@ from pathlib import Path
 
 import numpy as np
 
+from kv_transfer.layout import Blocks
 from kv_transfer.lease import Words
-from kv_transfer.transport import Blocks
 from protocol.errors import CapacityError, PullFailed
 
 DIRECTORY = Path("/dev/shm")

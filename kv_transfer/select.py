@@ -6,24 +6,17 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from kv_transfer.config import TransferConfig
+from kv_transfer.config import AUTO, TransferConfig
 from kv_transfer.device import topology
-from kv_transfer.device.device import Device, DeviceBlocks, Gather
+from kv_transfer.device.device import KVCache, MemoryKind
 from kv_transfer.endpoint import offers
-from kv_transfer.transport import Blocks, Endpoint, Peer, Transport
-from kv_transfer.transports.cuda_ipc import CudaIpcTransport
-from kv_transfer.transports.host_staged import HostStagedTransport
-from kv_transfer.transports.nixl import Memory, NixlTransport
-from kv_transfer.transports.shared_memory import SharedMemoryTransport
+from kv_transfer.transport import Endpoint, Notify, Peer, Transport, TwoSided
+from kv_transfer.transports.registry import TRANSPORTS, names
 from protocol.errors import ConfigError, PullFailed
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-HOST_MEMORY = ("shared_memory", "nixl")
-GPU_MEMORY = ("cuda_ipc", "host_staged", "nixl")
-"""Transports for a cache there, best first."""
 
 
 class AutoTransport:
@@ -38,7 +31,7 @@ class AutoTransport:
         """`absent`: transports that cannot work here, each with its reason. `facts`: what lies between a peer and us,
         for the log.
         """
-        self.name = "auto"
+        self.name = AUTO
         self._candidates, self._absent, self._facts = candidates, absent, facts
 
     def connect(self, endpoint: Endpoint) -> Peer:
@@ -64,73 +57,45 @@ class AutoTransport:
             candidate.close()
 
 
-def choose(config: TransferConfig, cache: Blocks, notify: Callable[[], None]) -> Transport:
-    """The transport of one decode engine on the CPU, pulling into `cache`; `notify` is called from any thread when a
-    pull is terminal.
-
-    Raises ConfigError where the configured one cannot work here.
+def choose(config: TransferConfig, cache: KVCache, notify: Notify) -> Transport:
+    """The transport of one decode engine, pulling into `cache`. Raises ConfigError where the configured one cannot work
+    here.
     """
-    num_blocks, block_bytes = cache.shape
-    makers: dict[str, Callable[[], Transport]] = {
-        "shared_memory": lambda: SharedMemoryTransport(cache, notify),
-        "nixl": lambda: NixlTransport(Memory(cache.ctypes.data, num_blocks, block_bytes), notify),
-    }
-    return _chosen(config, HOST_MEMORY, makers, lambda endpoint: "")
-
-
-def choose_device(
-    config: TransferConfig,
-    device: Device,
-    cache: DeviceBlocks,
-    notify: Callable[[], None],
-    gather: Gather | None = None,
-) -> Transport:
-    """The same for an engine on a GPU. `gather`: the kernel that moves small pieces."""
-    makers: dict[str, Callable[[], Transport]] = {
-        "cuda_ipc": lambda: CudaIpcTransport(device, cache, notify, gather),
-        "host_staged": lambda: HostStagedTransport(device, cache, notify),
-        "nixl": lambda: NixlTransport(
-            Memory(cache.pointer, cache.num_blocks, cache.block_bytes, "VRAM", device.ordinal), notify
-        ),
-    }
+    made, reasons = possible(config, cache.memory, lambda transport: transport.import_into(cache, notify))
+    if config.transport != AUTO:
+        return made[config.transport]
 
     def facts(endpoint: Endpoint) -> str:
-        return next((topology.between(device, offer["bus_id"]) for offer in offers(endpoint) if "bus_id" in offer), "")
+        if cache.device is None:
+            return ""
+        bus_ids = (offer["bus_id"] for offer in offers(endpoint) if "bus_id" in offer)
+        return next((topology.between(cache.device, bus_id) for bus_id in bus_ids), "")
 
-    return _chosen(config, GPU_MEMORY, makers, facts)
+    return AutoTransport(list(made.values()), reasons, facts)
 
 
 def possible(
-    config: TransferConfig, names: tuple[str, ...], makers: dict[str, Callable[[], T]]
+    config: TransferConfig, memory: MemoryKind, make: Callable[[TwoSided], T]
 ) -> tuple[dict[str, T], list[str]]:
-    """What can be made for a cache that `names` can read: by name, and the reasons of what cannot. Raises
-    ConfigError.
+    """What `make` gives for each configured transport between caches in such memory: by name, best first, and the
+    reasons of those that cannot work here. Raises ConfigError where none can.
     """
-    wanted = names if config.transport == "auto" else (config.transport,)
-    if not set(wanted) <= set(names):
-        kind = "host" if names == HOST_MEMORY else "GPU"
+    able = names(memory)
+    if config.transport not in (AUTO, *able):
         raise ConfigError(
-            f"transfer.transport: {config.transport} moves nothing out of {kind} memory; auto, {', '.join(names)} do"
+            f"transfer.transport: {config.transport} moves nothing out of {memory} memory; auto, {', '.join(able)} do"
         )
     made: dict[str, T] = {}
     reasons = []
-    for name in wanted:
+    for transport in TRANSPORTS:
+        if transport.KIND not in (able if config.transport == AUTO else (config.transport,)):
+            continue
         try:
-            made[name] = makers[name]()
+            made[transport.KIND] = make(transport)
         except PullFailed as error:
-            reasons.append(f"{name}: {error}")
+            reasons.append(f"{transport.KIND}: {error}")
     if not made:
         raise ConfigError(f"transfer.transport: {config.transport} cannot work here: {'; '.join(reasons)}")
     if reasons:
         logger.info("transports that cannot work here: %s", "; ".join(reasons))
     return made, reasons
-
-
-def _chosen(
-    config: TransferConfig,
-    names: tuple[str, ...],
-    makers: dict[str, Callable[[], Transport]],
-    facts: Callable[[Endpoint], str],
-) -> Transport:
-    made, reasons = possible(config, names, makers)
-    return AutoTransport(list(made.values()), reasons, facts) if config.transport == "auto" else made[config.transport]

@@ -1,24 +1,26 @@
-"""The interface every transport keeps. Block ids go in, bytes move, a word is read; no request is known here.
+"""The interface every transport keeps, on both sides. Block ids go in, bytes move, a word is read; no request is known
+here. A file in transports/ is a `TwoSided`.
 
-export(cache, lease_words) -> Endpoint      the prefill side makes its blocks and lease words readable (exports.py)
-connect(endpoint) -> Peer                   the decode side opens them
+export(exported, resources) -> Endpoint     the prefill side makes its blocks and lease words readable
+import_into(cache, notify) -> Transport     the decode side: what it reaches all its peers with
+transport.connect(endpoint) -> Peer         opens one of them
 peer.pull(src_blocks, dst_blocks) -> Pending
 peer.read_word(slot) -> int                 read after the last byte of a pull has arrived
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
-Blocks = npt.NDArray[np.uint8]
-"""uint8 [num_blocks, block_bytes]: a cache in host memory as a transport sees it; one on a GPU is
-`device.DeviceBlocks`.
-"""
+from kv_transfer.device.device import KVCache, MemoryKind
+from kv_transfer.segment import SharedSegment
 
 Endpoint = bytes
 """Opaque to everyone but the same transport on the other side; travels in `Hello` and `PeerUp`."""
+
+Notify = Callable[[], None]
+"""Called from any thread whenever a pull is terminal."""
 
 
 class Pending(Protocol):
@@ -52,12 +54,12 @@ class Peer(Protocol):
         ...
 
     def close(self) -> None:
-        """Unmaps. No pull may be under way."""
+        """Unmaps. No pull may be under way. The second time nothing happens."""
         ...
 
 
 class Transport(Protocol):
-    """How two engines reach each other's caches."""
+    """How one engine reaches the caches of others."""
 
     @property
     def name(self) -> str: ...
@@ -67,5 +69,34 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends what the transport runs. Pulls under way fail."""
+        """Ends what the transport runs and closes its peers. Pulls under way fail. The second time nothing happens."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportedCache:
+    """What a prefill engine has for its peers to read."""
+
+    cache: KVCache
+    """On a GPU the segment's nonce lies behind the last block."""
+    segment: SharedSegment
+    """Lease words and nonce. Holds the cache, too, if that lies in host memory."""
+    num_peers: int
+    """Decode engines that may connect at once."""
+
+
+class TwoSided(Protocol):
+    """One transport from its exporting to its importing side: a module of transports/, listed in registry.py."""
+
+    KIND: str
+    """Its name in configurations, endpoints and metrics."""
+    MEMORY: tuple[MemoryKind, ...]
+    """The kinds of memory between whose caches it moves blocks."""
+
+    def export(self, exported: ExportedCache, resources: ExitStack) -> Endpoint:
+        """Makes a cache readable until `resources` are closed. Raises PullFailed where the transport cannot work."""
+        ...
+
+    def import_into(self, cache: KVCache, notify: Notify) -> Transport:
+        """Pulls into `cache`. Raises PullFailed where the transport cannot work."""
         ...

@@ -15,15 +15,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, cast, get_args
 
+from engine.parts import EngineParts
 from engine.runner import Batch, StepOutput
-from engine.scheduler.scheduler import PromptDone, Scheduler
+from engine.scheduler.scheduler import PromptDone
 from engine.scheduler.sequence import Request
 from engine.scheduler.step_counts import PREFIX_COUNTERS, StepCounts
-from kv_transfer.checksum import Checksum
+from kv_transfer.checksum import checksum_of
 from kv_transfer.config import TransferConfig
+from kv_transfer.device.device import KVCache
 from kv_transfer.lease import LeaseTable
 from kv_transfer.state import PREFILL_TABLE, PREFILL_TIMERS, PrefillEvent, PrefillState, PrefillTimer, advance
-from protocol.clock import Clock
 from protocol.errors import InvalidRequest, ProtocolError
 from protocol.log import about, label
 from protocol.messages import (
@@ -32,7 +33,6 @@ from protocol.messages import (
     EndKind,
     EngineRequest,
     Envelope,
-    Hello,
     KVHandoff,
     KVRelease,
     KVRenew,
@@ -43,7 +43,7 @@ from protocol.messages import (
     RouterStatus,
     TokenLogprobs,
 )
-from protocol.router_link import ROUTER_SILENT, Ending, LinkConfig, RouterLink
+from protocol.router_link import ROUTER_SILENT, Ending, RouterLink
 from protocol.timeline import Timeline
 from protocol.timers import Timers
 
@@ -89,26 +89,16 @@ class Lease(NamedTuple):
 class PrefillService:
     """Decides; executes nothing. A shell or the simulator drives it: handle, tick, schedule, commit, and an outbox."""
 
-    def __init__(
-        self,
-        *,
-        address: Address,
-        scheduler: Scheduler,
-        leases: LeaseTable,
-        config: TransferConfig,
-        link: LinkConfig,
-        hello: Hello,
-        clock: Clock,
-        checksum: Checksum | None = None,
-    ) -> None:
-        self.address = address
+    def __init__(self, engine: EngineParts, *, leases: LeaseTable, config: TransferConfig, cache: KVCache) -> None:
+        """`cache`: what is offered; its bytes are read here only for checksums."""
+        self.address = engine.address
         self.outbox: list[tuple[Address, Message]] = []
-        self._scheduler = scheduler
+        self._scheduler = engine.scheduler
         self._leases = leases
-        self._checksum = checksum
+        self._checksum = checksum_of(cache.tensor) if config.checksum else None
         self._config = config
-        self._hello = hello
-        self._clock = clock
+        self._hello = engine.hello
+        self._clock = engine.clock
         self._entries: dict[RequestKey, Prefill] = {}
         self.timers: Timers[tuple[PrefillTimer, RequestKey]] = Timers()
         self.counters: dict[str, float] = dict.fromkeys(
@@ -119,7 +109,7 @@ class PrefillService:
             ),
             0,
         )
-        self._steps = StepCounts(self.counters, scheduler.config)
+        self._steps = StepCounts(self.counters, engine.scheduler.config)
         handlers: dict[type, Callable[[Envelope], None]] = {
             EngineRequest: self._on_generate,
             AbortRequest: self._on_abort,
@@ -129,10 +119,10 @@ class PrefillService:
         }
         self._link = RouterLink(
             self,
-            link,
-            clock,
-            address=address,
-            hello=hello,
+            engine.link,
+            engine.clock,
+            address=engine.address,
+            hello=engine.hello,
             handlers=handlers,
             outbox=self.outbox,
             counters=self.counters,

@@ -29,7 +29,10 @@ from protocol.histogram import Distribution
 
 ROUTER_ID = "router"
 
-Role = Literal["prefill", "decode", "colocated"]
+PoolName = Literal["prefill", "decode"]
+"""What an engine is for."""
+Role = Literal[PoolName, "colocated"]
+"""What an engine is to do with one request."""
 FinishReason = Literal["stop", "length"]
 EndKind = Literal["finished", "aborted", "failed", "returned"]
 AbortReason = Literal["client", "deadline", "superseded", "peer_lost"]
@@ -268,7 +271,7 @@ class Hello:
     known tokens: the engine takes as many as its blocks and `max_model_len` hold.
     """
 
-    role: Literal["prefill", "decode"]
+    role: PoolName
     layout_fingerprint: bytes
     block_size: int
     num_blocks: int

@@ -6,7 +6,18 @@ from typing import cast
 
 from protocol.clock import Clock
 from protocol.log import label
-from protocol.messages import Address, Drain, Envelope, Hello, Message, PeerDown, PeerUp, ReplicaStatus, RouterStatus
+from protocol.messages import (
+    Address,
+    Drain,
+    Envelope,
+    Hello,
+    Message,
+    PeerDown,
+    PeerUp,
+    PoolName,
+    ReplicaStatus,
+    RouterStatus,
+)
 from router.admission import Limits
 from router.metrics_totals import ReplicaTotals
 from router.policy import AttemptLoad, PlacementRequest, ReplicaView
@@ -39,10 +50,10 @@ class Fleet:
         """Whether this is the present epoch of a replica that was started and is not down."""
         return self._started.get(address.replica_id) == address
 
-    def has_up(self, role: str) -> bool:
+    def has_up(self, role: PoolName) -> bool:
         return any(replica.hello.role == role and replica.state == "up" for replica in self)
 
-    def pool(self, role: str) -> list[ReplicaView]:
+    def pool(self, role: PoolName) -> list[ReplicaView]:
         return [replica for replica in self if replica.hello.role == role]
 
     def started(self, address: Address) -> Address | None:

@@ -9,7 +9,7 @@ none; one refused before it was read is one. An engine's numbers are those of it
 `status_interval_s` old. Its counters outlive it; its gauges do not.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -17,6 +17,7 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from protocol.histogram import Distribution
+from protocol.preemption import MODE_COUNTERS, REASON_COUNTERS
 from router.frontdoor import FrontDoor
 from router.metrics_totals import ReplicaTotals
 from router.policy import ReplicaView
@@ -59,9 +60,9 @@ def _router(key: str) -> Reader:
     return lambda now: [((), now.core.counters[key])]
 
 
-def _engines(key: str | None = None, *, transport: bool = False, **by_value: str) -> Reader:
-    """A counter of every engine that keeps it; or several, each under the label value that is its keyword."""
-    keys = {(): key} if key else {(value,): name for value, name in by_value.items()}
+def _engines(counter: str | Mapping[str, str], *, transport: bool = False) -> Reader:
+    """A counter of every engine that keeps it; or several, each by the value of the last label."""
+    keys = {(): counter} if isinstance(counter, str) else {(value,): name for value, name in counter.items()}
 
     def read(now: Now) -> Iterator[Sample]:
         for replica_id, totals in now.totals.items():
@@ -254,7 +255,7 @@ METRICS = (
         "counter",
         "Running sequences that lost their KV blocks, by how they get their KV back.",
         (*ENGINE, "mode"),
-        _engines(recompute="preemptions_recompute", swap="preemptions_swap", remote="preemptions_remote"),
+        _engines(MODE_COUNTERS),
     ),
     Metric(
         "preemption_reasons",
@@ -262,13 +263,7 @@ METRICS = (
         "Preemptions by why their mode was chosen: the knob (configured), a cost (cheapest, unmeasured), or a lack "
         "(host_full, no_room).",
         (*ENGINE, "reason"),
-        _engines(
-            configured="preemption_reason_configured",
-            cheapest="preemption_reason_cheapest",
-            unmeasured="preemption_reason_unmeasured",
-            host_full="preemption_reason_host_full",
-            no_room="preemption_reason_no_room",
-        ),
+        _engines(REASON_COUNTERS),
     ),
     Metric(
         "swapped_bytes",
@@ -299,10 +294,12 @@ METRICS = (
         "Prompt tokens whose KV was computed here, found in the prefix cache, or pulled from a prefill engine.",
         (*ENGINE, "source"),
         _engines(
-            computed="prompt_tokens",
-            cached="cached_tokens",
-            redispatched_cached="redispatched_cached_tokens",
-            transferred="transferred_tokens",
+            {
+                "computed": "prompt_tokens",
+                "cached": "cached_tokens",
+                "redispatched_cached": "redispatched_cached_tokens",
+                "transferred": "transferred_tokens",
+            }
         ),
     ),
     Metric(
@@ -391,7 +388,7 @@ METRICS = (
         "counter",
         "Leases on a prefill engine's blocks, by the answer they got; expired: none in time.",
         (*ENGINE, "outcome"),
-        _engines(consumed="consumed", refused="refused", expired="expired"),
+        _engines({outcome: outcome for outcome in ("consumed", "refused", "expired")}),
     ),
 )
 

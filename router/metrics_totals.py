@@ -1,7 +1,7 @@
 """Plain numbers that the router's parts keep while they work; router/metrics.py exports them."""
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import get_args
 
 from protocol.errors import (
     DeadlineExceeded,
@@ -13,7 +13,7 @@ from protocol.errors import (
     RequestFailed,
 )
 from protocol.histogram import SECONDS, Distribution, Histogram
-from protocol.messages import FinishReason, ReplicaStatus
+from protocol.messages import FinishReason, PoolName, ReplicaStatus
 from router.request import Path
 
 REFUSALS: dict[type[RequestError], str] = {
@@ -46,7 +46,7 @@ def end_of(told: FinishReason | RequestError) -> str:
 class ReplicaTotals:
     """What one place in a pool has counted in all its lives: it never falls when an engine starts anew."""
 
-    role: Literal["prefill", "decode"]
+    role: PoolName
     transport: str = ""
     """The latest one."""
     counters: dict[str, float] = field(default_factory=dict)

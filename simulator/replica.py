@@ -10,16 +10,17 @@ import numpy as np
 
 from decode_pool.service import DecodeService
 from engine.config import EngineConfig
+from engine.parts import EngineParts, assemble
 from engine.runner import Batch
 from engine.runners.arithmetic import ArithmeticRunner
 from engine.scheduler.scheduler import Proposer, Scheduler
-from kv_transfer.checksum import checksum_of
+from kv_transfer.device.device import KVCache
 from kv_transfer.lease import LeaseTable, Words
 from kv_transfer.transports.local import LocalNetwork, LocalTransport
 from prefill_pool.service import PrefillService
 from protocol.clock import Clock
 from protocol.delivery import Incoming, Outgoing
-from protocol.messages import Address, Envelope, Hello
+from protocol.messages import Address, Envelope, PoolName
 from protocol.router_link import LinkConfig
 from simulator.scenario import Scenario
 
@@ -43,6 +44,8 @@ class Replica:
     runner: ArithmeticRunner
     incoming: Incoming
     outgoing: Outgoing
+    endpoint: bytes
+    """Of a prefill engine's cache in the network."""
     service: PrefillService | DecodeService = field(init=False)
     executing: deque[tuple[Batch, float]] = field(default_factory=deque)
     """(batch, seconds it takes) scheduled and not committed, the one that runs first."""
@@ -61,10 +64,6 @@ class Replica:
     def is_prefill(self) -> bool:
         return self.words is not None
 
-    @property
-    def endpoint(self) -> bytes:
-        return f"{self.address.replica_id}@{self.address.epoch}".encode()
-
 
 def build(
     scenario: Scenario,
@@ -76,67 +75,43 @@ def build(
     leases_of: LeasesOf,
 ) -> Replica:
     """A fresh engine that nobody knows yet; whether it prefills or decodes is in its name."""
-    is_prefill = address.replica_id.startswith("prefill")
-    config = scenario.prefill if is_prefill else scenario.decode
+    role: PoolName = "prefill" if address.replica_id.startswith("prefill") else "decode"
+    config = scenario.prefill if role == "prefill" else scenario.decode
     cache = np.zeros((config.num_blocks, config.block_size), np.int64)
-    scheduler = Scheduler(
+    endpoint = f"{address.replica_id}@{address.epoch}".encode()
+    engine = assemble(
         config,
+        role=role,
+        address=address,
         num_blocks=config.num_blocks,
         num_host_blocks=config.num_host_blocks,
         fingerprint=LAYOUT,
-        eos_token_ids=(),
-        proposer=proposer,
+        link=LINK,
         clock=clock,
+        endpoint=endpoint,
+        proposer=proposer,
     )
     replica = Replica(
         address=address,
         config=config,
         cache=cache,
-        words=np.zeros(config.num_blocks, np.uint64) if is_prefill else None,
-        scheduler=scheduler,
+        words=np.zeros(config.num_blocks, np.uint64) if role == "prefill" else None,
+        scheduler=engine.scheduler,
         runner=scenario.runner(cache, num_host_blocks=config.num_host_blocks),
         incoming=Incoming(address, clock),
         outgoing=Outgoing(address),
+        endpoint=endpoint,
     )
-    replica.service = _service(scenario, replica, network, clock, leases_of)
+    replica.service = _service(scenario, replica, engine, network, leases_of)
     return replica
 
 
 def _service(
-    scenario: Scenario, replica: Replica, network: LocalNetwork, clock: Clock, leases_of: LeasesOf
+    scenario: Scenario, replica: Replica, engine: EngineParts, network: LocalNetwork, leases_of: LeasesOf
 ) -> PrefillService | DecodeService:
-    config, blocks = replica.config, replica.cache.view(np.uint8)
-    hello = Hello(
-        role="prefill" if replica.is_prefill else "decode",
-        layout_fingerprint=LAYOUT,
-        block_size=config.block_size,
-        num_blocks=config.num_blocks,
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=config.max_model_len,
-        max_prompt_tokens=config.max_prompt_tokens(config.num_blocks),
-        endpoint=replica.endpoint,
-    )
-    checksum = checksum_of(blocks) if scenario.transfer.checksum else None
-    if replica.words is not None:
-        network.export(replica.endpoint, blocks, replica.words)
-        return PrefillService(
-            address=replica.address,
-            scheduler=replica.scheduler,
-            leases=leases_of(replica, replica.words),
-            config=scenario.transfer,
-            link=LINK,
-            hello=hello,
-            clock=clock,
-            checksum=checksum,
-        )
-    return DecodeService(
-        address=replica.address,
-        scheduler=replica.scheduler,
-        transport=LocalTransport(network, blocks),
-        config=scenario.transfer,
-        link=LINK,
-        hello=hello,
-        block_bytes=blocks.shape[1],
-        clock=clock,
-        checksum=checksum,
-    )
+    blocks, config = replica.cache.view(np.uint8), scenario.transfer
+    cache = KVCache.in_host_memory(blocks)
+    if replica.words is None:
+        return DecodeService(engine, transport=LocalTransport(network, blocks), config=config, cache=cache)
+    network.export(replica.endpoint, blocks, replica.words)
+    return PrefillService(engine, leases=leases_of(replica, replica.words), config=config, cache=cache)

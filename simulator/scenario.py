@@ -8,11 +8,11 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import get_args
 
 import numpy as np
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, Knob
 from engine.runner import Batch
 from engine.runners.arithmetic import ArithmeticRunner
 from engine.runners.arithmetic_model import expected_tokens
@@ -21,13 +21,15 @@ from protocol.errors import RequestError
 from protocol.messages import RequestKey, SamplingParams, TokenLogprobs
 from router.admission import ClientRequest
 from router.config import RouterConfig
-from router.policy import POLICIES
+from router.policy import POLICIES, Disaggregation
 from router.request import Ended
 
 HORIZON_S = 400.0
 """Virtual seconds after which a run that is not quiet counts as stuck."""
 MAX_MODEL_LEN = 96
-MODES: tuple[Literal["strict", "auto", "colocated"], ...] = ("strict", "auto", "auto", "auto", "colocated")
+PREEMPTION_WEIGHTS = {"swap": 2, "auto": 2}
+"""How often a way of preemption is drawn where it is not once."""
+MODES: tuple[Disaggregation, ...] = ("strict", "auto", "auto", "auto", "colocated")
 TRANSFER = TransferConfig(lease_s=1.0, revoke_s=1.0, pull_timeout_s=2.0)
 """A lease outlives a renewal that is as late as the wire can make it (a third of it, a tick, 0.3 s), and little more.
 """
@@ -244,7 +246,7 @@ def _draw_prefill(draw: random.Random, config: EngineConfig) -> EngineConfig:
 def _draw_decode(draw: random.Random, config: EngineConfig, tight: bool) -> EngineConfig:
     config = replace(
         config,
-        preemption=draw.choice(["recompute", "swap", "swap", "remote", "auto", "auto"]),
+        preemption=draw.choice([knob for knob in get_args(Knob) for _ in range(PREEMPTION_WEIGHTS.get(knob, 1))]),
         prompt_reservation=draw.choice(["check", "check", "none", "hold"]),
         num_host_blocks=draw.choice([8, 30, 60]),
         num_speculative_tokens=0 if config.async_scheduling else draw.choice([0, 2, 5]),

@@ -2,8 +2,9 @@
 
 from collections import Counter
 from functools import partial
+from typing import get_args
 
-from protocol.messages import Drain, Envelope
+from protocol.messages import Drain, Envelope, PoolName
 from simulator.engines import Engines
 from simulator.event_queue import EventQueue
 from simulator.replica import Replica
@@ -42,7 +43,7 @@ class Supervisor:
             else:
                 self._draw(replica)
         if self._due("scale_ups", 0.04):
-            pool = self._queue.random.choice(["prefill", "decode"])
+            pool = self._queue.random.choice(get_args(PoolName))
             self._queue.note(f"scale up {pool}")
             self._engines.start(f"{pool}-{self._sizes[pool]}")
             self._sizes[pool] += 1

@@ -6,10 +6,11 @@ import numpy as np
 
 from decode_pool.service import DecodeService
 from engine.config import EngineConfig
+from engine.parts import assemble
 from engine.runners.arithmetic import ArithmeticRunner
-from engine.scheduler.scheduler import Scheduler
-from kv_transfer.checksum import checksum_of
+from engine.scheduler.scheduler import Proposer
 from kv_transfer.config import TransferConfig
+from kv_transfer.device.device import KVCache
 from kv_transfer.lease import LeaseTable
 from kv_transfer.transports.local import LocalNetwork, LocalTransport
 from prefill_pool.service import PrefillService
@@ -20,9 +21,9 @@ from protocol.messages import (
     End,
     EngineRequest,
     Envelope,
-    Hello,
     KVHandoff,
     PeerUp,
+    PoolName,
     RequestKey,
     RouterStatus,
     SamplingParams,
@@ -44,32 +45,28 @@ class World:
 
     service: PrefillService | DecodeService
 
-    def __init__(self, address: Address, **config: Any) -> None:
-        self.address = address
+    def __init__(self, role: PoolName, *, proposer: Proposer | None = None, **config: Any) -> None:
+        self.address = P if role == "prefill" else D
         self.clock = VirtualClock()
         fields: dict[str, Any] = {"max_num_batched_tokens": 8, "max_num_seqs": 4, "max_model_len": 64, "num_blocks": 17}
-        fields |= {"block_size": BLOCK_SIZE, "prompt_reservation": "hold" if address == P else "check"}
-        self.config = EngineConfig(**(fields | config))
+        fields |= {"block_size": BLOCK_SIZE, "prompt_reservation": "hold" if role == "prefill" else "check"}
+        self.config = EngineConfig(**(fields | {"thrash_limit": 0.0} | config))
         self.cache = np.zeros((self.config.num_blocks, BLOCK_SIZE), np.int64)
         self.words = np.zeros(self.config.num_blocks, np.uint64)
-        num_host_blocks = self.config.num_host_blocks
-        self.scheduler = Scheduler(
-            self.config, num_blocks=self.config.num_blocks, num_host_blocks=num_host_blocks, fingerprint=LAYOUT
-        )
-        self.runner = ArithmeticRunner(self.cache, num_host_blocks=num_host_blocks)
-        self.network = LocalNetwork()
-
-    def hello(self, role: Any) -> Hello:
-        return Hello(
+        self.parts = assemble(
+            self.config,
             role=role,
-            layout_fingerprint=LAYOUT,
-            block_size=BLOCK_SIZE,
+            address=self.address,
             num_blocks=self.config.num_blocks,
-            max_num_seqs=self.config.max_num_seqs,
-            max_model_len=self.config.max_model_len,
-            max_prompt_tokens=self.config.max_prompt_tokens(self.config.num_blocks),
-            endpoint=b"",
+            num_host_blocks=self.config.num_host_blocks,
+            fingerprint=LAYOUT,
+            link=LinkConfig(),
+            clock=self.clock,
+            proposer=proposer,
         )
+        self.scheduler = self.parts.scheduler
+        self.runner = ArithmeticRunner(self.cache, num_host_blocks=self.config.num_host_blocks)
+        self.network = LocalNetwork()
 
     def say(self, sender: Address, message: Any, receiver: Address | None = None) -> None:
         self.service.handle(Envelope(sender, receiver or self.address, 0, message))
@@ -123,16 +120,12 @@ class PrefillWorld(World):
     service: PrefillService
 
     def __init__(self, *, checked: bool = False, **config: Any) -> None:
-        super().__init__(P, **config)
+        super().__init__("prefill", **config)
         self.service = PrefillService(
-            address=P,
-            scheduler=self.scheduler,
+            self.parts,
             leases=LeaseTable(self.words, P.epoch),
-            config=TransferConfig(),
-            link=LinkConfig(),
-            hello=self.hello("prefill"),
-            clock=self.clock,
-            checksum=checksum_of(self.cache.view(np.uint8)) if checked else None,
+            config=TransferConfig(checksum=checked),
+            cache=KVCache.in_host_memory(self.cache.view(np.uint8)),
         )
         self.hear_router()
         self.sent()
@@ -150,19 +143,15 @@ class DecodeWorld(World):
     service: DecodeService
 
     def __init__(self, *, max_early_handoffs: int = 1024, checked: bool = False, **config: Any) -> None:
-        super().__init__(D, **config)
+        super().__init__("decode", **config)
         self.source = np.zeros((64, BLOCK_SIZE), np.int64)
         self.network.export(b"p", self.source.view(np.uint8), self.words)
+        blocks = self.cache.view(np.uint8)
         self.service = DecodeService(
-            address=D,
-            scheduler=self.scheduler,
-            transport=LocalTransport(self.network, self.cache.view(np.uint8)),
-            config=TransferConfig(max_early_handoffs=max_early_handoffs),
-            link=LinkConfig(),
-            hello=self.hello("decode"),
-            block_bytes=8 * BLOCK_SIZE,
-            clock=self.clock,
-            checksum=checksum_of(self.cache.view(np.uint8)) if checked else None,
+            self.parts,
+            transport=LocalTransport(self.network, blocks),
+            config=TransferConfig(max_early_handoffs=max_early_handoffs, checksum=checked),
+            cache=KVCache.in_host_memory(blocks),
         )
         self.hear_router()
         self.say(ROUTER, PeerUp(peer=P, endpoint=b"p"))

@@ -11,21 +11,21 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self, TypeAlias, cast
+from typing import Any, NamedTuple, Self, TypeAlias, cast
 
 from bench.gpu.answers import Answers
-from bench.gpu.device_exports import Kind, as_tensor, export, importing, open_device
+from bench.gpu.device_exports import as_tensor, export, importing, open_device
 from bench.gpu.generation import engine_config
 from bench.gpu.models import BLOCK_SIZE, NUM_BLOCKS, gpu_runner, small_model
 from bench.gpu.setting import Setting
 from decode_pool.service import DecodeService
-from engine.config import EngineConfig
 from engine.loop import EngineLoop, Service
 from engine.models.config import kv_layout_fields
+from engine.parts import assemble
 from engine.runners.cuda import block_bytes
-from engine.scheduler.scheduler import Scheduler
 from kv_transfer.config import TransferConfig
 from kv_transfer.device.device_pool import DevicePool
 from kv_transfer.layout import KVLayout
@@ -33,7 +33,7 @@ from kv_transfer.lease import LeaseTable
 from kv_transfer.segment import NONCE_BYTES
 from prefill_pool.service import PrefillService
 from protocol.delivery import Incoming, Outgoing
-from protocol.messages import ROUTER_ID, Address, Envelope, Hello, ReplicaStatus
+from protocol.messages import ROUTER_ID, Address, Envelope, PoolName, ReplicaStatus
 from protocol.router_link import LinkConfig
 from router.admission import ClientRequest
 from router.config import RouterConfig
@@ -54,7 +54,8 @@ class Engine(NamedTuple):
     """What an engine's process is told. `name`: of its shared memory."""
 
     setting: Setting
-    kind: Kind
+    kind: str
+    role: PoolName
     address: Address
     name: str
 
@@ -64,7 +65,7 @@ class Deployment:
     ended.
     """
 
-    def __init__(self, setting: Setting, kind: Kind, roles: Sequence[str], name: str) -> None:
+    def __init__(self, setting: Setting, kind: str, roles: Sequence[PoolName], name: str) -> None:
         address = Address(ROUTER_ID, 1)
         config = RouterConfig(
             disaggregation="strict" if "prefill" in roles else "colocated",
@@ -78,7 +79,7 @@ class Deployment:
         self._wires: dict[Address, Wire] = {}
         self._processes = []
         for epoch, role in enumerate(roles, start=2):
-            engine = Engine(setting, kind, Address(f"{role}-0", epoch), f"{name}-{role}")
+            engine = Engine(setting, kind, role, Address(f"{role}-0", epoch), f"{name}-{role}")
             ours, theirs = fork.Pipe()
             process = fork.Process(target=_run_engine, args=(engine, theirs), daemon=True)
             process.start()
@@ -171,64 +172,42 @@ def _build(engine: Engine, send: Callable[[Envelope], None], resources: ExitStac
     """As `cluster/build.py` does, without what it needs beside torch. The decode engine uses graphs and launches steps
     ahead.
     """
-    setting, role = engine.setting, engine.address.replica_id.split("-")[0]
+    setting, role = engine.setting, engine.role
     graph_sizes = setting.size((1, 2, 4, 8, 16), (2,)) if role == "decode" else ()
     config = engine_config(setting, depth=2 if role == "decode" else 1, graph_sizes=graph_sizes)
     model = small_model(setting, setting.device)
     named = replace(model.config, fingerprint=f"random-{setting.seed}")
     layout, size = KVLayout(**kv_layout_fields(named, "float32", BLOCK_SIZE)), block_bytes(model, BLOCK_SIZE)
     device = open_device(setting, f"{engine.name}-memory")
+    parts_of = partial(
+        assemble,
+        config,
+        role=role,
+        address=engine.address,
+        num_blocks=NUM_BLOCKS,
+        num_host_blocks=0,
+        fingerprint=layout.fingerprint(),
+        link=LinkConfig(status_interval_s=STATUS_S, router_timeout_s=TIMEOUT_S),
+        clock=time.monotonic,
+    )
     loops: list[EngineLoop] = []
     service: Service
-    fields: dict[str, Any] = {
-        "address": engine.address,
-        "scheduler": Scheduler(config, num_blocks=NUM_BLOCKS, fingerprint=layout.fingerprint(), clock=time.monotonic),
-        "config": TransferConfig(),
-        "link": LinkConfig(status_interval_s=STATUS_S, router_timeout_s=TIMEOUT_S),
-        "clock": time.monotonic,
-    }
     if role == "prefill":
         exported = export(engine.kind, device, engine.name, NUM_BLOCKS, size)
         resources.callback(exported.close)
-        cache = exported.cache
+        parts, cache = parts_of(endpoint=exported.endpoint), exported.cache
         leases = LeaseTable(exported.words, engine.address.epoch)
-        service = PrefillService(**fields, leases=leases, hello=_hello("prefill", layout, config, exported.endpoint))
+        service = PrefillService(parts, leases=leases, config=TransferConfig(), cache=cache)
     else:
         pool = DevicePool(device, bytes(NONCE_BYTES), num_blocks=NUM_BLOCKS, block_bytes=size)
         resources.callback(pool.close)
-        cache = pool.blocks.tensor
-        transport = importing(engine.kind, setting, device, pool.blocks, lambda: loops[0].wake())
+        parts, cache = parts_of(), pool.cache
+        transport = importing(engine.kind, setting, cache, lambda: loops[0].wake())
         resources.callback(transport.close)
-        service = DecodeService(
-            **fields, transport=transport, hello=_hello("decode", layout, config, b""), block_bytes=size
-        )
-    runner = gpu_runner(model, as_tensor(cache).view(-1), graph_sizes)
-    loops.append(
-        EngineLoop(
-            service,
-            runner,
-            address=engine.address,
-            clock=time.monotonic,
-            send=send,
-            asynchronous=config.async_scheduling,
-            on_failure=_end_process,
-            strict=True,
-        )
-    )
+        service = DecodeService(parts, transport=transport, config=TransferConfig(), cache=cache)
+    runner = gpu_runner(model, as_tensor(cache.tensor).view(-1), graph_sizes)
+    loops.append(parts.loop(service, runner, send, on_failure=_end_process, strict=True))
     return loops[0]
-
-
-def _hello(role: Literal["prefill", "decode"], layout: KVLayout, config: EngineConfig, endpoint: bytes) -> Hello:
-    return Hello(
-        role=role,
-        layout_fingerprint=layout.fingerprint(),
-        block_size=BLOCK_SIZE,
-        num_blocks=NUM_BLOCKS,
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=config.max_model_len,
-        max_prompt_tokens=config.max_prompt_tokens(NUM_BLOCKS),
-        endpoint=endpoint,
-    )
 
 
 def _end_process(failure: BaseException) -> None:

@@ -1,7 +1,7 @@
 """The GPU as transfers see it, and the transport of the pulling side; in a rehearsal the GPU is `FakeDevice`."""
 
-from collections.abc import Callable
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,14 +10,11 @@ from bench.gpu.setting import Setting
 from engine.kernels.block_copy import pull_blocks
 from kv_transfer.config import TransferConfig
 from kv_transfer.device.cuda_driver import CudaDevice
-from kv_transfer.device.device import Device, DeviceBlocks, Tensor
+from kv_transfer.device.device import Device, KVCache, Tensor
 from kv_transfer.device.fake_device import FakeDevice
-from kv_transfer.exports import DeviceExport
-from kv_transfer.select import choose_device
-from kv_transfer.transport import Transport
-
-Kind = Literal["cuda_ipc", "host_staged", "auto"]
-KINDS: tuple[Kind, ...] = ("cuda_ipc", "host_staged")
+from kv_transfer.exports import Export
+from kv_transfer.select import choose
+from kv_transfer.transport import Notify, Transport
 
 
 def open_device(setting: Setting, name: str) -> Device:
@@ -25,21 +22,18 @@ def open_device(setting: Setting, name: str) -> Device:
     return FakeDevice(name) if setting.rehearsal else CudaDevice(0)
 
 
-def export(kind: Kind, device: Device, name: str, num_blocks: int, block_bytes: int) -> DeviceExport:
+def export(kind: str, device: Device, name: str, num_blocks: int, block_bytes: int) -> Export:
     """A cache for one peer, a lease word for each of its blocks."""
     config = TransferConfig(transport=kind)
-    return DeviceExport(
+    return Export(
         config, name, device, num_blocks=num_blocks, block_bytes=block_bytes, num_slots=num_blocks, num_peers=1
     )
 
 
-def importing(
-    kind: Kind, setting: Setting, device: Device, cache: DeviceBlocks, notify: Callable[[], None]
-) -> Transport:
+def importing(kind: str, setting: Setting, cache: KVCache, notify: Notify) -> Transport:
     """The transport of the process that pulls into `cache`."""
-    return choose_device(
-        TransferConfig(transport=kind), device, cache, notify, gather=setting.size(pull_blocks, _gather_on_host)
-    )
+    gathering = replace(cache, gather=setting.size(pull_blocks, _gather_on_host))
+    return choose(TransferConfig(transport=kind), gathering, notify)
 
 
 def as_tensor(cache: Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any, Self, cast
 
 import torch
 
-from bench.gpu.device_exports import Kind, as_tensor, export, open_device
+from bench.gpu.device_exports import as_tensor, export, open_device
 from bench.gpu.setting import Setting
 from kv_transfer.lease import LeaseTable
 from kv_transfer.transport import Endpoint
@@ -44,7 +44,7 @@ class Exporter:
             self._wire.send(None)
         self.process.join()
 
-    def export(self, kind: Kind, num_blocks: int, block_bytes: int) -> Endpoint:
+    def export(self, kind: str, num_blocks: int, block_bytes: int) -> Endpoint:
         """In the place of what it exported before. Raises RuntimeError when the process does not answer."""
         self._wire.send((kind, num_blocks, block_bytes))
         if not self._wire.poll(START_S):
@@ -67,7 +67,7 @@ def _serve(setting: Setting, name: str, wire: "Connection[Any, Any]") -> None:
         number += 1
         exported = export(kind, device, f"{name}-{number}", num_blocks, block_bytes)
         resources.callback(exported.close)
-        cache = as_tensor(exported.cache).view(torch.int64)
+        cache = as_tensor(exported.cache.tensor).view(torch.int64)
         cache.copy_(content(num_blocks, block_bytes, cache.device))
         if not setting.rehearsal:
             torch.cuda.synchronize()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from bench.gpu.device_exports import Kind, open_device
+from bench.gpu.device_exports import open_device
 from bench.gpu.exporter import LEASE_ID, Exporter
 from bench.gpu.report import Cell, Column, Item, Note, Problem, Table
 from bench.gpu.setting import SHARED_MEMORY, Setting
@@ -16,20 +16,15 @@ from bench.gpu.transfer import Importer
 from kv_transfer.device.fake_device import FakeDevice
 
 END_S = 20.0
+NUM_ROUNDS = {"cuda_ipc": 4000}
+"""Of the transports for which 60 rounds are over in no time."""
 
 
-def over_cuda_ipc(setting: Setting) -> Iterator[Item]:
-    return _run(setting, "cuda_ipc", setting.size(4000, 2))
-
-
-def over_host_staged(setting: Setting) -> Iterator[Item]:
-    return _run(setting, "host_staged", setting.size(60, 20))
-
-
-def _run(setting: Setting, kind: Kind, num_rounds: int) -> Iterator[Item]:
-    """The pull takes the whole cache so many times over, so that it lasts; the device of a rehearsal holds it until the
+def run(setting: Setting, kind: str) -> Iterator[Item]:
+    """The pull takes the whole cache many times over, so that it lasts; the device of a rehearsal holds it until the
     exporter is gone.
     """
+    num_rounds = setting.size(NUM_ROUNDS.get(kind, 60), 20)
     torch.manual_seed(setting.seed)
     num_blocks, block_bytes = setting.size((512, 2 << 20), (16, 1 << 16))
     first, second = (f"{SHARED_MEMORY}{secrets.token_hex(4)}" for _ in range(2))

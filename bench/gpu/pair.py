@@ -2,18 +2,17 @@
 
 import secrets
 from collections.abc import Iterator
-from typing import cast
 
 import torch
 
 from bench.gpu.answers import Answers, compare
 from bench.gpu.deployment import Deployment
-from bench.gpu.device_exports import KINDS, Kind
 from bench.gpu.generation import engine_config, generate, some_requests
 from bench.gpu.models import NUM_BLOCKS, cpu_runner, small_config, small_model
 from bench.gpu.report import Cell, Column, Item, Note, Problem, Table
-from bench.gpu.setting import SHARED_MEMORY, Setting
-from protocol.messages import ReplicaStatus
+from bench.gpu.setting import GPU_TRANSPORTS, SHARED_MEMORY, Setting
+from kv_transfer.config import AUTO
+from protocol.messages import PoolName, ReplicaStatus
 from router.admission import ClientRequest
 
 COLOCATED = "one engine, no transfer"
@@ -23,7 +22,7 @@ def run(setting: Setting) -> Iterator[Item]:
     requests = some_requests(setting, small_config(setting).vocab_size)
     answers: dict[str, Answers] = {}
     rows: list[tuple[Cell, ...]] = []
-    for what in (COLOCATED, *KINDS):
+    for what in (COLOCATED, *GPU_TRANSPORTS):
         try:
             answers[what], status = _answer(setting, what, requests)
         except RuntimeError as error:
@@ -50,7 +49,8 @@ def run(setting: Setting) -> Iterator[Item]:
 
 def _answer(setting: Setting, what: str, requests: list[ClientRequest]) -> tuple[Answers, ReplicaStatus]:
     """Answers, and what the decode engine says once it has counted all of them."""
-    roles, kind = (["decode"], KINDS[0]) if what == COLOCATED else (["prefill", "decode"], cast(Kind, what))
+    roles: list[PoolName] = ["decode"] if what == COLOCATED else ["prefill", "decode"]
+    kind = AUTO if what == COLOCATED else what
     with Deployment(setting, kind, roles, f"{SHARED_MEMORY}{secrets.token_hex(4)}") as deployment:
         answers = deployment.answer(requests)
         generated_here = sum(

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.gpu.report import Item, NotRun, Problem, Section
-from bench.gpu.setting import ROOT, SHARED_MEMORY, Setting
+from bench.gpu.setting import GPU_TRANSPORTS, ROOT, SHARED_MEMORY, Setting
 from kv_transfer.device.cuda_driver import load_library
 from kv_transfer.segment import PREFIX, remove_stale
 from protocol.errors import ConfigError
@@ -45,6 +45,8 @@ class Plan(NamedTuple):
     """Imported by the section's own process, so that one that cannot be imported harms no other."""
     limit_s: float
     function: str = "run"
+    arguments: tuple[str, ...] = ()
+    """What the function gets beside the setting."""
 
 
 SECTIONS = (
@@ -53,8 +55,7 @@ SECTIONS = (
     Plan("kernel errors", "bench.gpu.kernel_errors", 120.0),
     Plan("tokens", "bench.gpu.tokens", 80.0),
     Plan("pair", "bench.gpu.pair", 100.0),
-    Plan("exporter death, cuda_ipc", "bench.gpu.exporter_death", 50.0, "over_cuda_ipc"),
-    Plan("exporter death, host_staged", "bench.gpu.exporter_death", 50.0, "over_host_staged"),
+    *(Plan(f"exporter death, {kind}", "bench.gpu.exporter_death", 50.0, arguments=(kind,)) for kind in GPU_TRANSPORTS),
     Plan("kernel times", "bench.gpu.kernel_times", 60.0),
     Plan("step times", "bench.gpu.step_times", 60.0),
     Plan("scheduler share", "bench.gpu.scheduler_share", 40.0),
@@ -179,7 +180,7 @@ def _work(plan: Plan, setting: Setting, sender: "Connection[Any, Any]") -> None:
     """Sends every item, then None. Whatever ends the section early is its last problem."""
     os.setsid()
     try:
-        for item in getattr(import_module(plan.module), plan.function)(setting):
+        for item in getattr(import_module(plan.module), plan.function)(setting, *plan.arguments):
             sender.send(item)
     except ConfigError as error:
         sender.send(NotRun(str(error)))

@@ -8,11 +8,17 @@ from typing import TypeVar
 
 import torch
 
+from kv_transfer.transports.registry import TRANSPORTS
+
 T = TypeVar("T")
 SHARED_MEMORY = "gpu-check-"
 """Begins the name of every segment that a section makes."""
 ROOT = Path(__file__).parents[2]
 """Of the checkout."""
+
+
+GPU_TRANSPORTS = tuple(transport.KIND for transport in TRANSPORTS if transport.MEMORY == ("GPU",))
+"""Transports between two GPUs of one machine. What reads host memory, too, is for links between machines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

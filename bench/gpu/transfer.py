@@ -10,10 +10,10 @@ from statistics import median
 
 import torch
 
-from bench.gpu.device_exports import KINDS, Kind, as_tensor, importing, open_device
+from bench.gpu.device_exports import as_tensor, importing, open_device
 from bench.gpu.exporter import Exporter, content
 from bench.gpu.report import Cell, Column, Item, Note, Problem, Table
-from bench.gpu.setting import SHARED_MEMORY, Setting
+from bench.gpu.setting import GPU_TRANSPORTS, SHARED_MEMORY, Setting
 from kv_transfer.device.device import Device
 from kv_transfer.device.device_pool import DevicePool
 from kv_transfer.segment import NONCE_BYTES
@@ -27,15 +27,13 @@ class Importer:
     """The pulling side of one export."""
 
     def __init__(
-        self, setting: Setting, kind: Kind, device: Device, endpoint: bytes, num_blocks: int, block_bytes: int
+        self, setting: Setting, kind: str, device: Device, endpoint: bytes, num_blocks: int, block_bytes: int
     ) -> None:
         self._ended: queue.SimpleQueue[float] = queue.SimpleQueue()
         self._resources = ExitStack()
         self._pool = DevicePool(device, bytes(NONCE_BYTES), num_blocks=num_blocks, block_bytes=block_bytes)
         self._resources.callback(self._pool.close)
-        self._transport = importing(
-            kind, setting, device, self._pool.blocks, lambda: self._ended.put(time.perf_counter())
-        )
+        self._transport = importing(kind, setting, self._pool.cache, lambda: self._ended.put(time.perf_counter()))
         self._resources.callback(self._transport.close)
         self.peer: Peer = self._transport.connect(endpoint)
 
@@ -50,8 +48,8 @@ class Importer:
 
     def holds(self, src: list[int], dst: list[int]) -> bool:
         """Whether the blocks `dst` here have the content of the blocks `src` there."""
-        cache = as_tensor(self._pool.blocks.tensor).view(torch.int64)
-        expected = content(self._pool.blocks.num_blocks, self._pool.blocks.block_bytes, cache.device)
+        cache = as_tensor(self._pool.cache.tensor).view(torch.int64)
+        expected = content(self._pool.cache.num_blocks, self._pool.cache.block_bytes, cache.device)
         return torch.equal(
             cache[torch.tensor(dst, device=cache.device)], expected[torch.tensor(src, device=cache.device)]
         )
@@ -67,7 +65,7 @@ def run(setting: Setting) -> Iterator[Item]:
     rows: list[tuple[Cell, ...]] = []
     with Exporter(setting, f"{SHARED_MEMORY}{secrets.token_hex(4)}") as exporter:
         device = open_device(setting, f"{SHARED_MEMORY}{secrets.token_hex(4)}")
-        for kind in KINDS:
+        for kind in GPU_TRANSPORTS:
             for block_bytes in sizes:
                 num_blocks = min(cache_bytes // block_bytes, MAX_BLOCKS)
                 importer = Importer(

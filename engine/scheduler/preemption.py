@@ -5,14 +5,13 @@ counts and measured speeds. What it compares is *sequence-seconds*: seconds of d
 Recomputing and copying hold up everybody who runs here; a fresh prefill elsewhere holds up the victim alone.
 """
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from engine.config import Knob, Mode
+from engine.config import Knob
 from engine.runner import Batch, StepOutput
-
-Reason = Literal["configured", "host_full", "no_room", "unmeasured", "cheapest"]
+from protocol.preemption import PreemptionMode, PreemptionReason
 
 REMOTE_OVERHEAD_S = 0.1
 """Estimate of what a fresh prefill takes beside computing and copying: messages, two queues, a reservation."""
@@ -31,10 +30,8 @@ class Victim(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """`host_full`, `no_room`: what the knob asks for was not to be had. `unmeasured`: chosen to learn what it costs."""
-
-    mode: Mode
-    reason: Reason
+    mode: PreemptionMode
+    reason: PreemptionReason
 
 
 class Costs:
@@ -88,7 +85,7 @@ def _cheapest(victim: Victim, costs: Costs, *, fits_host: bool, has_room: bool) 
     if costs.prompt_token_s is None:
         return Choice("swap" if fits_host and costs.recompute_tried else "recompute", "unmeasured")
     copy_s = victim.num_blocks * (costs.copy_block_s or 0.0)
-    price: dict[Mode, float] = {"recompute": victim.num_computed * costs.prompt_token_s * victim.num_running}
+    price: dict[PreemptionMode, float] = {"recompute": victim.num_computed * costs.prompt_token_s * victim.num_running}
     if fits_host:
         price["swap"] = 2 * copy_s * victim.num_running
     if has_room:

@@ -1,5 +1,5 @@
-"""One GPU as transfers see it: what they need of a driver, and no more. `CudaDevice` is the real one, `FakeDevice` the
-tests'.
+"""Where a KV cache lies, and one GPU as transfers see it: what they need of a driver, and no more. `CudaDevice` is the
+real one, `FakeDevice` stands for one where there is none.
 
 Pointers, streams and events are integers. Everything may be called from any thread. What fails raises PullFailed with
 the driver's text, unless another error is named.
@@ -7,9 +7,13 @@ the driver's text, unless another error is named.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
+from kv_transfer.layout import Blocks
 from protocol.arrays import Int64
+
+MemoryKind = Literal["host", "GPU"]
+"""The kinds of memory that a KV cache may lie in."""
 
 Tensor = Any
 """uint8 [num_blocks, block_bytes] in GPU memory: torch's on a real device. Passes through transfers unread."""
@@ -87,19 +91,38 @@ class Device(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceBlocks:
-    """A KV cache in GPU memory: `Blocks` for transports between GPUs. Owns nothing."""
+class KVCache:
+    """Where a KV cache lies: `num_blocks` blocks of `block_bytes` bytes from `pointer` on. Owns nothing."""
 
     pointer: int
     num_blocks: int
     block_bytes: int
     tensor: Tensor
+    """uint8 [num_blocks, block_bytes]: numpy's array in host memory, the device's tensor on a GPU."""
+    device: Device | None = None
+    """The GPU whose memory it is; None: host memory."""
+    gather: Gather | None = None
+    """The kernel that moves small pieces into it; without one, every piece is a copy."""
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "DeviceBlocks":
-        """All of a contiguous torch tensor, uint8 [num_blocks, block_bytes]."""
-        return cls(tensor.data_ptr(), tensor.shape[0], tensor.shape[1], tensor)
+    def in_host_memory(cls, blocks: Blocks) -> "KVCache":
+        return cls(blocks.ctypes.data, blocks.shape[0], blocks.shape[1], blocks)
+
+    @classmethod
+    def on_gpu(cls, device: Device, tensor: Tensor, gather: Gather | None = None) -> "KVCache":
+        """All of a contiguous torch tensor, uint8 [num_blocks, block_bytes], in the memory of `device`."""
+        return cls(tensor.data_ptr(), tensor.shape[0], tensor.shape[1], tensor, device, gather)
+
+    @property
+    def memory(self) -> MemoryKind:
+        return "host" if self.device is None else "GPU"
 
     @property
     def num_bytes(self) -> int:
         return self.num_blocks * self.block_bytes
+
+    def require_device(self) -> Device:
+        """For transports that read GPU memory alone. Raises ValueError where the cache lies in host memory."""
+        if self.device is None:
+            raise ValueError("the cache lies in host memory")
+        return self.device

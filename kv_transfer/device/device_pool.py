@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-from kv_transfer.device.device import Device, DeviceBlocks, Gather, Tensor
+from kv_transfer.device.device import Device, Gather, KVCache, Tensor
 from kv_transfer.segment import NONCE_BYTES
 from protocol.arrays import Int64
 from protocol.errors import PullFailed
@@ -103,20 +103,16 @@ class DevicePool:
         """Raises CapacityError, or PullFailed when the GPU does not work."""
         self._device = device
         num_bytes = num_blocks * block_bytes
-        self.pointer = device.allocate(-(-(num_bytes + NONCE_BYTES) // GRANULE_BYTES) * GRANULE_BYTES)
-        self.nonce_offset = num_bytes
-        self.num_bytes = num_bytes + NONCE_BYTES
-        """What peers may read, from the beginning on."""
-        self.blocks = DeviceBlocks(
-            self.pointer, num_blocks, block_bytes, device.tensor(self.pointer, num_blocks, block_bytes)
-        )
+        pointer = device.allocate(-(-(num_bytes + NONCE_BYTES) // GRANULE_BYTES) * GRANULE_BYTES)
+        tensor = device.tensor(pointer, num_blocks, block_bytes)
+        self.cache = KVCache(pointer, num_blocks, block_bytes, tensor, device)
         try:
             with DeviceStream(device) as stream:
-                stream.clear(self.pointer, num_bytes)
-                stream.write(self.pointer + self.nonce_offset, nonce)
+                stream.clear(pointer, num_bytes)
+                stream.write(pointer + num_bytes, nonce)
         except PullFailed:
             self.close()
             raise
 
     def close(self) -> None:
-        self._device.free(self.pointer)
+        self._device.free(self.cache.pointer)

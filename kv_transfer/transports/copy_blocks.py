@@ -5,12 +5,13 @@ Where numba is not installed numpy copies row by row, holding the lock between r
 """
 
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.transport import Blocks
+from kv_transfer.layout import Blocks
 from protocol.arrays import Int64
 
 
@@ -40,7 +41,10 @@ def _compile() -> Callable[..., None]:
         return njit(nogil=True)(_copy_rows)  # type: ignore[no-any-return]
 
 
-_compiled = _compile()
+@cache
+def _compiled() -> Callable[..., None]:
+    """Loads numba when blocks are first copied: whoever only configures transfers does not wait for it."""
+    return _compile()
 
 
 def widest(blocks: Blocks) -> npt.NDArray[np.unsignedinteger]:
@@ -52,4 +56,4 @@ def copy_blocks(destination: Blocks, source: Blocks, dst_blocks: Int64, src_bloc
     """Copies whole blocks, both uint8 [num_blocks, block_bytes]; ids must be in range. The first call compiles: 0.5 s,
     once a machine.
     """
-    _compiled(widest(destination), widest(source), dst_blocks, src_blocks)
+    _compiled()(widest(destination), widest(source), dst_blocks, src_blocks)

@@ -1,6 +1,7 @@
 """Transport between two GPUs without a path of their own: through pinned host memory that both processes map.
 
- 1. The prefill engine makes a shared segment: lease words, and one channel (channel.py) for each peer that may come.
+ 1. The prefill engine makes a shared segment of channels (staging/channel.py), one for each peer that may come. Lease
+    words lie in the engine's own segment, as they do for every transport on this host.
  2. A decode engine claims a channel with a lock on one byte of the file; the kernel takes that back when the process
     ends.
  3. It orders its pull in buffers' worths. The prefill engine's thread copies them from its GPU into the channel's
@@ -15,146 +16,106 @@ import fcntl
 import mmap
 import os
 import struct
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.block_ids import checked_pairs
-from kv_transfer.device.device import Device, DeviceBlocks
-from kv_transfer.device.device_pool import DevicePool, DeviceStream
-from kv_transfer.endpoint import offer_of, single
+from kv_transfer.device.device import KVCache, MemoryKind
+from kv_transfer.device.device_pool import DeviceStream
+from kv_transfer.endpoint import Offer, single
 from kv_transfer.lease import read_word
-from kv_transfer.segment import SharedSegment, open_verified
-from kv_transfer.transport import Endpoint
-from kv_transfer.transports.pull_thread import Pull, PullThread
+from kv_transfer.segment import PREFIX, SharedSegment, open_verified
+from kv_transfer.transport import Endpoint, ExportedCache, Notify
+from kv_transfer.transports.peers import PullTransport
+from kv_transfer.transports.pull_thread import Pull
 from kv_transfer.transports.staging.channel import Channel, channel_bytes
 from kv_transfer.transports.staging.client import StagingClient
 from kv_transfer.transports.staging.server import StagingServer
 from protocol.errors import PullFailed
 
 KIND = "host_staged"
+MEMORY: tuple[MemoryKind, ...] = ("GPU",)
 BUFFER_BYTES, NUM_BUFFERS = 4 << 20, 4
-"""Of one channel: large enough for PCIe's full speed, enough of them that neither side waits for the other."""
+"""Size and number of one channel's buffers: large enough for PCIe's full speed, enough of them that neither side waits
+for the other.
+"""
 STALL_S = 2.0
 """A living exporter that fills nothing for so long fails the pull."""
 
 
-class StagedExport:
-    """What the prefill side holds: pinned channels and the threads that fill them."""
-
-    def __init__(
-        self, device: Device, pool: DevicePool, segment: SharedSegment, buffer_bytes: int, num_buffers: int
-    ) -> None:
-        """`segment`: its cache is the channels, [number of channels, `channel_bytes`]. Raises PullFailed where memory
-        cannot be pinned.
-        """
-        self._segment = segment
-        with ExitStack() as resources:
-            address = segment.cache.ctypes.data
-            device.pin(address, segment.cache.nbytes)
-            resources.callback(device.unpin, address)
-            server = StagingServer(
-                device, pool, [Channel(memory, buffer_bytes, num_buffers) for memory in segment.cache]
-            )
-            resources.callback(server.close)
-            self._resources = resources.pop_all()
-        self.endpoint = single(
-            KIND,
-            num_blocks=pool.blocks.num_blocks,
-            block_bytes=pool.blocks.block_bytes,
-            bus_id=device.bus_id,
-            path=str(segment.path),
-            nonce=segment.nonce.hex(),
-            num_channels=len(segment.cache),
-            buffer_bytes=buffer_bytes,
-            num_buffers=num_buffers,
+def export(exported: ExportedCache, resources: ExitStack) -> Endpoint:
+    """Pinned channels, and the threads that fill them. Raises PullFailed where memory cannot be pinned, CapacityError
+    where there is too little shared memory.
+    """
+    cache, device = exported.cache, exported.cache.require_device()
+    with ExitStack() as opened:
+        channels = SharedSegment.create(
+            f"{exported.segment.path.name.removeprefix(PREFIX)}-channels",
+            block_bytes=channel_bytes(BUFFER_BYTES, NUM_BUFFERS),
+            # Twice as many as peers: a restarted router makes each connect anew before it lets go of the old one.
+            num_blocks=2 * exported.num_peers,
+            num_slots=0,
         )
+        opened.callback(channels.close)
+        address = channels.cache.ctypes.data
+        device.pin(address, channels.cache.nbytes)
+        opened.callback(device.unpin, address)
+        server = StagingServer(cache, [Channel(memory, BUFFER_BYTES, NUM_BUFFERS) for memory in channels.cache])
+        opened.callback(server.close)
+        resources.push(opened.pop_all())
+    return single(
+        KIND,
+        num_blocks=cache.num_blocks,
+        block_bytes=cache.block_bytes,
+        bus_id=device.bus_id,
+        path=str(exported.segment.path),
+        nonce=exported.segment.nonce.hex(),
+        channels_path=str(channels.path),
+        channels_nonce=channels.nonce.hex(),
+        channels_offset=channels.cache_offset,
+        num_channels=len(channels.cache),
+        buffer_bytes=BUFFER_BYTES,
+        num_buffers=NUM_BUFFERS,
+    )
 
-    def close(self) -> None:
-        self._resources.close()
+
+def import_into(cache: KVCache, notify: Notify) -> PullTransport:
+    return PullTransport(KIND, cache, notify, partial(_open, cache))
 
 
-class HostStagedPeer:
-    """A claimed channel, with a thread for its pulls: peers do not wait for each other."""
+class ClaimedChannel:
+    """A channel of a peer and its lease words: peers do not wait for each other."""
 
-    def __init__(
-        self,
-        client: StagingClient,
-        segment: SharedSegment,
-        num_blocks: int,
-        cache: DeviceBlocks,
-        notify: Callable[[], None],
-        resources: ExitStack,
-    ) -> None:
-        """`resources`: what `close` gives back."""
-        self._client, self._segment, self._num_blocks, self._cache, self._resources = (
-            client,
-            segment,
-            num_blocks,
-            cache,
-            resources,
-        )
-        self._thread = PullThread(notify)
+    def __init__(self, client: StagingClient, words: SharedSegment, num_blocks: int) -> None:
+        self.client, self.num_blocks = client, num_blocks
+        self._segment = words
 
-    def pull(self, src_blocks: Sequence[int], dst_blocks: Sequence[int]) -> Pull:
-        pull = Pull(*checked_pairs(src_blocks, self._num_blocks, dst_blocks, self._cache.num_blocks), self._client.copy)
-        self._thread.start(pull)
-        return pull
+    def copy(self, pull: Pull) -> str:
+        return self.client.copy(pull)
 
     def read_word(self, slot: int) -> int:
         return read_word(self._segment.words, slot)
 
-    def close(self) -> None:
-        self._thread.close()
-        self._resources.close()
 
-
-class HostStagedTransport:
-    """Pulls into `cache`. `notify` is called from other threads. `stall_s`: how long a living exporter may be silent in
-    a pull.
-    """
-
-    name = KIND
-
-    def __init__(
-        self, device: Device, cache: DeviceBlocks, notify: Callable[[], None], stall_s: float = STALL_S
-    ) -> None:
-        self._device, self._cache, self._notify, self._stall_s = device, cache, notify, stall_s
-        self._peers: WeakSet[HostStagedPeer] = WeakSet()
-        """Those somebody still holds: a closed one must not keep what it had mapped."""
-
-    def connect(self, endpoint: Endpoint) -> HostStagedPeer:
-        """Moves the nonce through the first bytes of our block 0, which belongs to no sequence."""
-        offer = offer_of(endpoint, KIND, self._cache.block_bytes)
-        path, nonce, buffer_bytes, num_buffers = (
-            Path(offer["path"]),
-            bytes.fromhex(offer["nonce"]),
-            offer["buffer_bytes"],
-            offer["num_buffers"],
-        )
-        with ExitStack() as resources:
-            segment = SharedSegment.open(path, nonce)
-            resources.callback(segment.close)
-            fd = open_verified(path, nonce, os.O_RDWR)
-            resources.callback(os.close, fd)
-            number = _claim(fd, offer["num_channels"], resources)
-            memory = _map_channel(fd, segment.cache_offset, number, channel_bytes(buffer_bytes, num_buffers))
-            self._device.pin(memory.ctypes.data, memory.nbytes)
-            resources.callback(self._device.unpin, memory.ctypes.data)
-            stream = resources.enter_context(DeviceStream(self._device, num_events=num_buffers))
-            client = StagingClient(Channel(memory, buffer_bytes, num_buffers), stream, self._cache, fd, self._stall_s)
-            client.prove(offer["num_blocks"] * self._cache.block_bytes, nonce)
-            peer = HostStagedPeer(client, segment, offer["num_blocks"], self._cache, self._notify, resources.pop_all())
-        self._peers.add(peer)
-        return peer
-
-    def close(self) -> None:
-        for peer in list(self._peers):
-            peer.close()
+def _open(cache: KVCache, offer: Offer, resources: ExitStack) -> ClaimedChannel:
+    """Moves the nonce through the first bytes of our block 0, which belongs to no sequence."""
+    device, nonce, num_blocks = cache.require_device(), bytes.fromhex(offer["nonce"]), offer["num_blocks"]
+    buffer_bytes, num_buffers = offer["buffer_bytes"], offer["num_buffers"]
+    words = SharedSegment.open(Path(offer["path"]), nonce)
+    resources.callback(words.close)
+    fd = open_verified(Path(offer["channels_path"]), bytes.fromhex(offer["channels_nonce"]), os.O_RDWR)
+    resources.callback(os.close, fd)
+    number = _claim(fd, offer["num_channels"], resources)
+    memory = _map_channel(fd, offer["channels_offset"], number, channel_bytes(buffer_bytes, num_buffers))
+    device.pin(memory.ctypes.data, memory.nbytes)
+    resources.callback(device.unpin, memory.ctypes.data)
+    stream = resources.enter_context(DeviceStream(device, num_events=num_buffers))
+    client = StagingClient(Channel(memory, buffer_bytes, num_buffers), stream, cache, fd, STALL_S)
+    client.prove(num_blocks * cache.block_bytes, nonce)
+    return ClaimedChannel(client, words, num_blocks)
 
 
 def _claim(fd: int, num_channels: int, resources: ExitStack) -> int:

@@ -4,12 +4,15 @@ block.
 So a pull can fail, stop half way, or end after its lease died and its blocks were reused.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kv_transfer.layout import Blocks
 from kv_transfer.lease import Words
-from kv_transfer.transport import Blocks, Endpoint
+from kv_transfer.transport import Endpoint, Notify
 from protocol.errors import LayoutMismatch, PullFailed
+
+KIND = "local"
 
 
 @dataclass(slots=True)
@@ -52,7 +55,7 @@ class LocalPull:
         source: Blocks,
         destination: Blocks,
         pairs: list[tuple[int, int]],
-        notify: Callable[[], None],
+        notify: Notify,
     ) -> None:
         self._network, self._notify = network, notify
         self._source = source
@@ -101,12 +104,7 @@ class LocalPull:
 
 class LocalPeer:
     def __init__(
-        self,
-        network: LocalNetwork,
-        endpoint: Endpoint,
-        cache: Blocks,
-        notify: Callable[[], None],
-        immediate: bool,
+        self, network: LocalNetwork, endpoint: Endpoint, cache: Blocks, notify: Notify, immediate: bool
     ) -> None:
         self.endpoint, self.cache = endpoint, cache
         self._network, self._exported = network, network.exported[endpoint]
@@ -132,13 +130,13 @@ class LocalTransport:
     in between.
     """
 
-    name = "local"
+    name = KIND
 
     def __init__(
         self,
         network: LocalNetwork,
         cache: Blocks,
-        notify: Callable[[], None] = lambda: None,
+        notify: Notify = lambda: None,
         *,
         immediate: bool = False,
     ) -> None:

@@ -14,49 +14,53 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import Any
-from weakref import WeakSet
 
 import numpy as np
 
-from kv_transfer.block_ids import checked_pairs, merged_runs
-from kv_transfer.endpoint import offer_of, single
-from kv_transfer.lease import Words
+from kv_transfer.block_ids import merged_runs
+from kv_transfer.device.device import KVCache, MemoryKind
+from kv_transfer.endpoint import Offer, single
 from kv_transfer.segment import NONCE_BYTES
-from kv_transfer.transport import Endpoint
-from kv_transfer.transports.pull_thread import Pull, PullThread
+from kv_transfer.transport import Endpoint, ExportedCache, Notify
+from kv_transfer.transports.peers import PullTransport
+from kv_transfer.transports.pull_thread import Pull
 from protocol.arrays import Int64
 from protocol.errors import PullFailed
 
 logger = logging.getLogger(__name__)
 
 KIND = "nixl"
+MEMORY: tuple[MemoryKind, ...] = ("host", "GPU")
 PIECE_BYTES = 64 << 20
-"""Of one transfer: between two looks at `cancel`."""
+"""Bytes of one transfer: what moves between two looks at `cancel`."""
 POLL_S = 100e-6
 WORD_S = 1.0
 """For reading a lease word or a nonce; longer, and the peer is taken for lost."""
 
+_NAMES: dict[MemoryKind, str] = {"host": "DRAM", "GPU": "VRAM"}
+"""What NIXL calls the kinds of memory."""
+HOST = _NAMES["host"]
 
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """A KV cache wherever it lies."""
 
-    address: int
-    num_blocks: int
-    block_bytes: int
-    kind: str = "DRAM"
-    """NIXL's name: DRAM or VRAM."""
-    ordinal: int = 0
-    """The GPU's, for VRAM."""
+def export(exported: ExportedCache, resources: ExitStack) -> Endpoint:
+    """Raises PullFailed where NIXL is not installed or cannot move bytes."""
+    exporter = Exporter(exported)
+    resources.callback(exporter.close)
+    return exporter.endpoint
 
-    @property
-    def num_bytes(self) -> int:
-        return self.num_blocks * self.block_bytes
+
+def import_into(cache: KVCache, notify: Notify) -> PullTransport:
+    """Raises PullFailed where NIXL is not installed or cannot move bytes. Takes seconds: no peer waits for that
+    later.
+    """
+    importer = Importer(cache)
+    transport = PullTransport(KIND, cache, notify, importer.open)
+    transport.resources.callback(importer.close)
+    return transport
 
 
 class Agent:
@@ -145,32 +149,32 @@ class Agent:
             raise PullFailed(f"NIXL: {type(error).__name__}: {error}") from error
 
 
-class NixlExport:
-    """What the prefill side holds: an agent and what is registered with it."""
+class Exporter:
+    """The agent of a prefill engine and what is registered with it."""
 
-    def __init__(self, memory: Memory, words: Words, nonce: bytes, nonce_at: int | None = None) -> None:
-        """`nonce_at`: where the nonce lies, of the cache's kind and registered with it; None: it is kept here. Raises
-        PullFailed.
-        """
+    def __init__(self, exported: ExportedCache) -> None:
+        cache, words, nonce = exported.cache, exported.segment.words, exported.segment.nonce
+        kind, ordinal = _place(cache)
         self._agent = Agent(nonce.hex())
         self._nonce = np.frombuffer(nonce, np.uint8).copy()
-        num_bytes = memory.num_bytes + (NONCE_BYTES if nonce_at is not None else 0)
+        on_gpu = cache.memory == "GPU"
+        num_bytes = cache.num_bytes + (NONCE_BYTES if on_gpu else 0)
         self._registered = [
-            self._agent.register(memory.address, num_bytes, memory.kind, memory.ordinal),
-            self._agent.register(words.ctypes.data, words.nbytes, "DRAM", 0),
-            self._agent.register(self._nonce.ctypes.data, NONCE_BYTES, "DRAM", 0),
+            self._agent.register(cache.pointer, num_bytes, kind, ordinal),
+            self._agent.register(words.ctypes.data, words.nbytes, HOST, 0),
+            self._agent.register(self._nonce.ctypes.data, NONCE_BYTES, HOST, 0),
         ]
         self.endpoint = single(
             KIND,
-            num_blocks=memory.num_blocks,
-            block_bytes=memory.block_bytes,
+            num_blocks=cache.num_blocks,
+            block_bytes=cache.block_bytes,
             agent=base64.b64encode(self._agent.metadata()).decode(),
-            address=memory.address,
-            memory=memory.kind,
-            ordinal=memory.ordinal,
+            address=cache.pointer,
+            memory=kind,
+            ordinal=ordinal,
             words=words.ctypes.data,
             nonce=nonce.hex(),
-            nonce_at=[self._nonce.ctypes.data, "DRAM"] if nonce_at is None else [nonce_at, memory.kind],
+            nonce_at=[cache.pointer + cache.num_bytes if on_gpu else self._nonce.ctypes.data, kind],
         )
 
     def close(self) -> None:
@@ -178,31 +182,29 @@ class NixlExport:
             self._agent.deregister(registered)
 
 
-class NixlPeer:
-    """A remote agent, with a thread for its pulls: peers do not wait for each other."""
+class RemoteAgent:
+    """A remote agent and the cache that it offers."""
 
-    def __init__(
-        self,
-        agent: Agent,
-        name: str,
-        offer: dict[str, Any],
-        cache: Memory,
-        notify: Callable[[], None],
-        release: Callable[[], None],
-    ):
-        """`release` lets go of the remote agent."""
-        self._agent, self._name, self._offer, self._cache, self._release = agent, name, offer, cache, release
+    def __init__(self, agent: Agent, name: str, offer: Offer, cache: KVCache, resources: ExitStack) -> None:
+        self.num_blocks: int = offer["num_blocks"]
+        self.agent = agent
+        self._name, self._offer, self._cache = name, offer, cache
         self._word = np.zeros(1, np.uint64)
-        self._registered = agent.register(self._word.ctypes.data, self._word.nbytes, "DRAM", 0)
-        self._lost = self._closed = False
-        self._thread = PullThread(notify)
+        registered = agent.register(self._word.ctypes.data, self._word.nbytes, HOST, 0)
+        resources.callback(agent.deregister, registered)
+        self._lost = False
 
-    def pull(self, src_blocks: Sequence[int], dst_blocks: Sequence[int]) -> Pull:
-        pull = Pull(
-            *checked_pairs(src_blocks, self._offer["num_blocks"], dst_blocks, self._cache.num_blocks), self._copy
-        )
-        self._thread.start(pull)
-        return pull
+    def copy(self, pull: Pull) -> str:
+        cache, offer = self._cache, self._offer
+        kind, ordinal = _place(cache)
+        piece = max(1, PIECE_BYTES // cache.block_bytes)
+        for begin in range(0, len(pull.dst_blocks), piece):
+            runs = merged_runs(pull.src_blocks[begin : begin + piece], pull.dst_blocks[begin : begin + piece])
+            here = _pieces(cache.pointer, runs[:, 1], runs[:, 2], cache.block_bytes, ordinal)
+            there = _pieces(offer["address"], runs[:, 0], runs[:, 2], cache.block_bytes, offer["ordinal"])
+            if not self.agent.read(here, kind, there, offer["memory"], self._name, pull.cancelled.is_set):
+                return "cancelled"
+        return ""
 
     def read_word(self, slot: int) -> int:
         """0, as where no lease is live, when the word cannot be read; WORD_S at most, and never again from a peer that
@@ -212,81 +214,47 @@ class NixlPeer:
         there = np.array([[self._offer["words"] + 8 * slot, 8, 0]], np.int64)
         if not self._lost:
             try:
-                self._lost = not self._agent.read(here, "DRAM", there, "DRAM", self._name, _after(WORD_S))
+                self._lost = not self.agent.read(here, HOST, there, HOST, self._name, _after(WORD_S))
             except PullFailed:
                 self._lost = True
         return 0 if self._lost else int(self._word[0])
 
-    def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._thread.close()
-            self._agent.deregister(self._registered)
-            self._release()
 
-    def _copy(self, pull: Pull) -> str:
-        cache, offer = self._cache, self._offer
-        piece = max(1, PIECE_BYTES // cache.block_bytes)
-        for begin in range(0, len(pull.dst_blocks), piece):
-            runs = merged_runs(pull.src_blocks[begin : begin + piece], pull.dst_blocks[begin : begin + piece])
-            here = _pieces(cache.address, runs[:, 1], runs[:, 2], cache.block_bytes, cache.ordinal)
-            there = _pieces(offer["address"], runs[:, 0], runs[:, 2], cache.block_bytes, offer["ordinal"])
-            if not self._agent.read(here, cache.kind, there, offer["memory"], self._name, pull.cancelled.is_set):
-                return "cancelled"
-        return ""
+class Importer:
+    """The agent of a decode engine and the cache that is registered with it."""
 
-
-class NixlTransport:
-    """Pulls into `cache`. `notify` is called from other threads."""
-
-    name = KIND
-
-    def __init__(self, cache: Memory, notify: Callable[[], None]) -> None:
-        """Raises PullFailed where NIXL is not installed or cannot move bytes. Takes seconds: no peer waits for that
-        later.
-        """
-        self._cache, self._notify = cache, notify
-        self._agent = Agent(secrets.token_hex(NONCE_BYTES))
-        self._registered: Any = self._agent.register(cache.address, cache.num_bytes, cache.kind, cache.ordinal)
-        self._peers: WeakSet[NixlPeer] = WeakSet()
-        """Those somebody still holds: a closed one must not keep what it had mapped."""
+    def __init__(self, cache: KVCache) -> None:
+        self.agent = Agent(secrets.token_hex(NONCE_BYTES))
+        self._cache = cache
+        kind, ordinal = _place(cache)
+        self._registered = self.agent.register(cache.pointer, cache.num_bytes, kind, ordinal)
         self._known: Counter[str] = Counter()
         """Peers of each remote agent that are open: one engine may be connected to twice, while the old peer is
         retired.
         """
 
-    def connect(self, endpoint: Endpoint) -> NixlPeer:
-        offer = offer_of(endpoint, KIND, self._cache.block_bytes)
-        name = self._agent.add(base64.b64decode(offer["agent"]))
+    def open(self, offer: Offer, resources: ExitStack) -> RemoteAgent:
+        name = self.agent.add(base64.b64decode(offer["agent"]))
         self._known[name] += 1
-        try:
-            self._prove(name, offer)
-        except PullFailed:
-            self._release(name)
-            raise
-        peer = NixlPeer(self._agent, name, offer, self._cache, self._notify, lambda: self._release(name))
-        self._peers.add(peer)
-        return peer
+        resources.callback(self._release, name)
+        self._prove(name, offer)
+        return RemoteAgent(self.agent, name, offer, self._cache, resources)
 
     def close(self) -> None:
-        for peer in list(self._peers):
-            peer.close()
-        if self._registered is not None:
-            self._agent.deregister(self._registered)
-            self._registered = None
+        self.agent.deregister(self._registered)
 
-    def _prove(self, name: str, offer: dict[str, Any]) -> None:
+    def _prove(self, name: str, offer: Offer) -> None:
         """Reads the nonce, from where the cache lies. Raises PullFailed."""
         found = np.zeros(NONCE_BYTES, np.uint8)
-        registered = self._agent.register(found.ctypes.data, NONCE_BYTES, "DRAM", 0)
+        registered = self.agent.register(found.ctypes.data, NONCE_BYTES, HOST, 0)
         address, kind = offer["nonce_at"]
         here = np.array([[found.ctypes.data, NONCE_BYTES, 0]], np.int64)
         there = np.array([[address, NONCE_BYTES, offer["ordinal"]]], np.int64)
         try:
-            if not self._agent.read(here, "DRAM", there, kind, name, _after(WORD_S)):
+            if not self.agent.read(here, HOST, there, kind, name, _after(WORD_S)):
                 raise PullFailed(f"NIXL: the nonce did not come within {WORD_S:g} s")
         finally:
-            self._agent.deregister(registered)
+            self.agent.deregister(registered)
         if found.tobytes() != bytes.fromhex(offer["nonce"]):
             raise PullFailed("NIXL: the memory that was read is not the one that was offered")
 
@@ -295,9 +263,14 @@ class NixlTransport:
         self._known[name] -= 1
         if not self._known[name]:
             try:
-                self._agent.remove(name)
+                self.agent.remove(name)
             except PullFailed as error:
                 logger.info("a remote agent could not be removed, its process may be gone: %s", error)
+
+
+def _place(cache: KVCache) -> tuple[str, int]:
+    """NIXL's name of the kind of memory, and the number of the GPU."""
+    return _NAMES[cache.memory], cache.device.ordinal if cache.device else 0
 
 
 def _pieces(address: int, blocks: Int64, lengths: Int64, block_bytes: int, ordinal: int) -> Int64:

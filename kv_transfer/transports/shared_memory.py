@@ -4,89 +4,82 @@ memory.
  1. The prefill engine keeps its cache in a `SharedSegment` and says in its endpoint where it lies and which nonce is in
     it.
  2. The decode engine opens that file; the nonce proves that both mean the same memory, and not just the same path.
- 3. Pulls run one after the other in a thread of their own, in pieces, so that they can be cancelled.
+ 3. Pulls run one after the other in a thread of their own, in pieces, so that they can be cancelled. All peers share
+    it: one core's copy fills the memory bus.
 
 The exporter may die at any moment: what is mapped stays.
 """
 
-from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from kv_transfer.block_ids import checked_pairs
-from kv_transfer.endpoint import offer_of, single
+from kv_transfer.device.device import KVCache, MemoryKind
+from kv_transfer.endpoint import Offer, single
+from kv_transfer.layout import Blocks
 from kv_transfer.lease import read_word
 from kv_transfer.segment import SharedSegment
-from kv_transfer.transport import Blocks, Endpoint
+from kv_transfer.transport import Endpoint, ExportedCache, Notify
 from kv_transfer.transports.copy_blocks import copy_blocks
-from kv_transfer.transports.pull_thread import Pull, PullThread
+from kv_transfer.transports.peers import PullTransport
+from kv_transfer.transports.pull_thread import Pull
 
 KIND = "shared_memory"
+MEMORY: tuple[MemoryKind, ...] = ("host",)
 PIECE_BYTES = 16 << 20
-"""Copied between two looks at `cancel`; about 1 ms."""
+"""Bytes copied between two looks at `cancel`; about 1 ms."""
 
 
-def export(segment: SharedSegment) -> Endpoint:
+def export(exported: ExportedCache, resources: ExitStack) -> Endpoint:
     """What a decode engine needs to open the segment."""
-    num_blocks, block_bytes = segment.cache.shape
+    cache, segment = exported.cache, exported.segment
     return single(
-        KIND, num_blocks=num_blocks, block_bytes=block_bytes, path=str(segment.path), nonce=segment.nonce.hex()
+        KIND,
+        num_blocks=cache.num_blocks,
+        block_bytes=cache.block_bytes,
+        path=str(segment.path),
+        nonce=segment.nonce.hex(),
     )
 
 
-class SharedMemoryPeer:
-    """A mapped segment. Its pulls share their transport's thread with those of all other peers: one core's copy fills
-    the memory bus.
-    """
+def import_into(cache: KVCache, notify: Notify) -> PullTransport:
+    blocks: Blocks = cache.tensor
+    nothing = np.zeros(0, np.int64)
+    copy_blocks(blocks, _read_only(blocks), nothing, nothing)  # compiles now, so that no pull waits for that
+    return PullTransport(KIND, cache, notify, partial(_open, blocks), one_thread=True)
 
-    def __init__(self, segment: SharedSegment, cache: Blocks, thread: PullThread) -> None:
-        self._segment, self._cache, self._thread = segment, cache, thread
 
-    def pull(self, src_blocks: Sequence[int], dst_blocks: Sequence[int]) -> Pull:
-        pull = Pull(*checked_pairs(src_blocks, len(self._segment.cache), dst_blocks, len(self._cache)), self._copy)
-        self._thread.start(pull)
-        return pull
+class MappedSegment:
+    """A peer's segment, mapped read-only."""
 
-    def read_word(self, slot: int) -> int:
-        return read_word(self._segment.words, slot)
+    def __init__(self, segment: SharedSegment, blocks: Blocks) -> None:
+        self._segment, self._blocks = segment, blocks
 
-    def close(self) -> None:
-        self._segment.close()
+    @property
+    def num_blocks(self) -> int:
+        """0 once closed."""
+        return len(self._segment.cache)
 
-    def _copy(self, pull: Pull) -> str:
+    def copy(self, pull: Pull) -> str:
         source = self._segment.cache
         piece = max(1, PIECE_BYTES // source.shape[1])
         for begin in range(0, len(pull.dst_blocks), piece):
             if pull.cancelled.is_set():
                 return "cancelled"
             blocks = slice(begin, begin + piece)
-            copy_blocks(self._cache, source, pull.dst_blocks[blocks], pull.src_blocks[blocks])
+            copy_blocks(self._blocks, source, pull.dst_blocks[blocks], pull.src_blocks[blocks])
         return ""
 
+    def read_word(self, slot: int) -> int:
+        return read_word(self._segment.words, slot)
 
-class SharedMemoryTransport:
-    """Pulls into `cache`, uint8 [num_blocks, block_bytes]. `notify` is called from the copying thread whenever a pull
-    is terminal.
-    """
 
-    name = KIND
-
-    def __init__(self, cache: Blocks, notify: Callable[[], None]) -> None:
-        self._cache = cache
-        nothing = np.zeros(0, np.int64)
-        copy_blocks(cache, _read_only(cache), nothing, nothing)
-        self._thread = PullThread(notify)
-
-    def connect(self, endpoint: Endpoint) -> SharedMemoryPeer:
-        offer = offer_of(endpoint, KIND, self._cache.shape[1])
-        return SharedMemoryPeer(
-            SharedSegment.open(Path(offer["path"]), bytes.fromhex(offer["nonce"])), self._cache, self._thread
-        )
-
-    def close(self) -> None:
-        """Fails what is queued and ends the thread."""
-        self._thread.close()
+def _open(blocks: Blocks, offer: Offer, resources: ExitStack) -> MappedSegment:
+    segment = SharedSegment.open(Path(offer["path"]), bytes.fromhex(offer["nonce"]))
+    resources.callback(segment.close)
+    return MappedSegment(segment, blocks)
 
 
 def _read_only(blocks: Blocks) -> Blocks:

@@ -67,7 +67,10 @@ def test_prefill_always_holds_and_decode_checks() -> None:
             "router.otlp_endpoint=127.0.0.1:4318",
             r"router\.otlp_endpoint: '127\.0\.0\.1:4318' is no URL of http or https",
         ),
-        ("transfer.transport=pigeon", r"transfer\.transport: 'pigeon' is not allowed"),
+        (
+            "transfer.transport=pigeon",
+            r"transfer\.transport: 'pigeon' is not one of auto, shared_memory, cuda_ipc, host_staged, nixl",
+        ),
         ("decode.block_size=32", r"prefill\.block_size: 16 differs from decode\.block_size 32"),
         ("decode=3", r"decode: 3 is not a mapping"),
         ("decode.max_num_seqs", r"--set decode\.max_num_seqs: expected key=value"),

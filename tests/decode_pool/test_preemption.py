@@ -2,10 +2,12 @@
 computed ones.
 """
 
-from typing import Any
+from typing import Any, get_args
 
+from engine.config import Knob
 from engine.runners.arithmetic_model import expected_tokens
 from protocol.messages import ReplicaStatus, RouterStatus, StepTokens
+from protocol.preemption import MODE_COUNTERS, REASON_COUNTERS
 from tests.pool_world import ROUTER, DecodeWorld, key
 
 
@@ -117,3 +119,10 @@ def test_a_failed_copy_costs_the_others_nothing() -> None:
     assert ends == [(1, "failed", "out of order"), (2, "finished", "")]
     assert tokens[2] == expected_tokens(range(1, 5), 12)
     assert counted(world)["recomputed_tokens"] == 7
+
+
+def test_every_mode_and_every_reason_has_its_counter() -> None:
+    counters = DecodeWorld().service.counters
+    names = [*MODE_COUNTERS.values(), *REASON_COUNTERS.values()]
+    assert [name for name in counters if name.startswith("preemption")] == names
+    assert set(get_args(Knob)) == {*MODE_COUNTERS, "auto"}

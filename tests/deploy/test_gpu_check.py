@@ -12,6 +12,7 @@ import pytest
 
 from bench.gpu.answers import compare
 from bench.gpu.report import Column, Note, Problem, Section, Table
+from bench.gpu.setting import GPU_TRANSPORTS
 from engine.runner import Batch, StepOutput
 from protocol.messages import SamplingParams, TokenLogprobs
 from router.admission import ClientRequest
@@ -32,8 +33,7 @@ NAMES = [
     "kernel errors",
     "tokens",
     "pair",
-    "exporter death, cuda_ipc",
-    "exporter death, host_staged",
+    *(f"exporter death, {kind}" for kind in GPU_TRANSPORTS),
     "kernel times",
     "step times",
     "scheduler share",

@@ -1,32 +1,68 @@
-"""A prefill engine's process as far as transfers see it: `python -m tests.kv_transfer.exporter NAME NUM_BLOCKS
-BLOCK_BYTES`.
+"""A prefill engine's process as far as transfers see it: `python -m tests.kv_transfer.exporter host|GPU TRANSPORT NAME
+NUM_BLOCKS BLOCK_BYTES`. The GPU is a make-believe one that can be told to stall and to fail.
 
-Prints its endpoint, then obeys lines of standard input (`write SLOT ID`, `clear SLOT`), answering each with a line;
-ends with the input.
+Prints its endpoint, then obeys lines of standard input, answering each with a line: `write SLOT ID`, `clear SLOT`,
+`stall_after N` copies, `stalled` (answers once work waits for the stalled GPU), `resume`, `fail CALL TEXT`. Ends with
+its input. `host_staged` has three buffers of BUFFER_BYTES in each channel.
 """
 
 import sys
 
+from kv_transfer.config import TransferConfig
+from kv_transfer.device.fake_device import FakeDevice
+from kv_transfer.exports import Export
 from kv_transfer.lease import LeaseTable
-from kv_transfer.segment import SharedSegment
-from kv_transfer.transports.shared_memory import export
+from kv_transfer.transports import host_staged
+from tests.hang import HANG_S
 from tests.kv_transfer.processes import content
 
+NUM_PEERS = 1
+BUFFER_BYTES = 4096
 
-def main(name: str, num_blocks: int, block_bytes: int) -> None:
-    segment = SharedSegment.create(name, block_bytes=block_bytes, num_blocks=num_blocks, num_slots=8)
-    leases = LeaseTable(segment.words, epoch=1)
-    segment.cache[:] = content(num_blocks, block_bytes)
-    print(export(segment).decode(), flush=True)
+
+def main(memory: str, transport: str, name: str, num_blocks: int, block_bytes: int) -> None:
+    host_staged.BUFFER_BYTES, host_staged.NUM_BUFFERS = BUFFER_BYTES, 3
+    device = FakeDevice(f"{name}-gpu") if memory == "GPU" else None
+    export = Export(
+        TransferConfig(transport=transport),
+        name,
+        device,
+        num_blocks=num_blocks,
+        block_bytes=block_bytes,
+        num_slots=8,
+        num_peers=NUM_PEERS,
+    )
+    leases = LeaseTable(export.words, epoch=1)
+    export.cache.tensor[:] = content(num_blocks, block_bytes)
+    print(export.endpoint.decode(), flush=True)
     for line in sys.stdin:
-        match line.split():
-            case ["write", slot, lease_id]:
-                leases.write(int(slot), int(lease_id))
-            case ["clear", slot]:
-                leases.clear(int(slot))
+        obey(line.split(), leases, device)
         print("done", flush=True)
-    segment.close()
+    export.close()
+
+
+def obey(words: list[str], leases: LeaseTable, device: FakeDevice | None) -> None:
+    match words:
+        case ["write", slot, lease_id]:
+            leases.write(int(slot), int(lease_id))
+        case ["clear", slot]:
+            leases.clear(int(slot))
+        case _:
+            assert device is not None
+            obey_on_gpu(words, device)
+
+
+def obey_on_gpu(words: list[str], device: FakeDevice) -> None:
+    match words:
+        case ["stall_after", number]:
+            device.stall_after(int(number))
+        case ["stalled"]:
+            assert device.stalled.wait(HANG_S)
+        case ["resume"]:
+            device.resume()
+        case ["fail", call, *text]:
+            device.failures[call] = " ".join(text)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))

@@ -9,17 +9,20 @@ import numpy as np
 import pytest
 
 from kv_transfer.config import TransferConfig
-from kv_transfer.device.device import DeviceBlocks
+from kv_transfer.device.device import KVCache
 from kv_transfer.device.fake_device import FakeDevice
 from kv_transfer.endpoint import offers
-from kv_transfer.exports import DeviceExport, HostExport
-from kv_transfer.select import choose, choose_device
+from kv_transfer.exports import Export
+from kv_transfer.select import choose
 from kv_transfer.transport import Transport
 from protocol.errors import ConfigError
 from tests.kv_transfer.processes import Ends, Exporter, content, unused_name
 
 NUM_BLOCKS, BLOCK_BYTES = 16, 4096
-SHAPE: Any = {"num_blocks": NUM_BLOCKS, "block_bytes": BLOCK_BYTES, "num_slots": 4}
+SHAPE: Any = {"num_blocks": NUM_BLOCKS, "block_bytes": BLOCK_BYTES, "num_slots": 4, "num_peers": 1}
+
+
+HOST = KVCache.in_host_memory(np.zeros((2, 8), np.uint8))
 
 
 @pytest.fixture
@@ -33,7 +36,7 @@ def start(name: str) -> Iterator[Callable[[str, str], Exporter]]:
     started: list[Exporter] = []
 
     def start(memory: str, transport: str) -> Exporter:
-        started.append(Exporter("tests.kv_transfer.any_exporter", memory, transport, name, NUM_BLOCKS, BLOCK_BYTES))
+        started.append(Exporter("tests.kv_transfer.exporter", memory, transport, name, NUM_BLOCKS, BLOCK_BYTES))
         return started[-1]
 
     yield start
@@ -69,12 +72,12 @@ def test_gpu_memory_takes_the_best_way_there_is(
     log: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    exporter = start("gpu", "auto")
+    exporter = start("GPU", "auto")
     assert [offer["kind"] for offer in offers(exporter.endpoint)][:2] == ["cuda_ipc", "host_staged"]
     device = FakeDevice(f"{name}-here", peers=frozenset(peers))
     pointer = device.allocate(NUM_BLOCKS * BLOCK_BYTES)
     cache, ends = device.tensor(pointer, NUM_BLOCKS, BLOCK_BYTES), Ends()
-    transport = choose_device(TransferConfig(), device, DeviceBlocks(pointer, NUM_BLOCKS, BLOCK_BYTES, cache), ends)
+    transport = choose(TransferConfig(), KVCache(pointer, NUM_BLOCKS, BLOCK_BYTES, cache, device), ends)
     with caplog.at_level(logging.INFO):
         check(transport, exporter.endpoint, cache, ends)
     assert transport.name == chosen
@@ -89,14 +92,13 @@ def test_gpu_memory_takes_the_best_way_there_is(
 def test_gpu_memory_offers_only_what_was_configured(
     start: Callable[[str, str], Exporter], name: str, transport: Any
 ) -> None:
-    exporter = start("gpu", transport)
+    exporter = start("GPU", transport)
     assert [offer["kind"] for offer in offers(exporter.endpoint)] == [transport]
     device = FakeDevice(f"{name}-here")
     pointer = device.allocate(NUM_BLOCKS * BLOCK_BYTES)
     cache, ends = device.tensor(pointer, NUM_BLOCKS, BLOCK_BYTES), Ends()
-    named = choose_device(
-        TransferConfig(transport=transport), device, DeviceBlocks(pointer, NUM_BLOCKS, BLOCK_BYTES, cache), ends
-    )
+    here = KVCache(pointer, NUM_BLOCKS, BLOCK_BYTES, cache, device)
+    named = choose(TransferConfig(transport=transport), here, ends)
     assert named.name == transport
     check(named, exporter.endpoint, cache, ends)
     named.close()
@@ -105,9 +107,9 @@ def test_gpu_memory_offers_only_what_was_configured(
 
 
 def test_host_memory_is_shared(start: Callable[[str, str], Exporter]) -> None:
-    exporter = start("cpu", "auto")
+    exporter = start("host", "auto")
     cache, ends = np.zeros((NUM_BLOCKS, BLOCK_BYTES), np.uint8), Ends()
-    transport = choose(TransferConfig(), cache, ends)
+    transport = choose(TransferConfig(), KVCache.in_host_memory(cache), ends)
     check(transport, exporter.endpoint, cache, ends)
     assert transport.name == "shared_memory"
     transport.close()
@@ -118,30 +120,30 @@ def test_a_transport_that_cannot_work_here_is_named_at_start(name: str, monkeypa
     with pytest.raises(
         ConfigError, match="transfer.transport: cuda_ipc moves nothing out of host memory; auto, shared_memory, nixl do"
     ):
-        HostExport(TransferConfig(transport="cuda_ipc"), name, **SHAPE)
+        Export(TransferConfig(transport="cuda_ipc"), name, **SHAPE)
     with pytest.raises(ConfigError, match="transfer.transport: shared_memory moves nothing out of GPU memory"):
-        DeviceExport(TransferConfig(transport="shared_memory"), name, device, **SHAPE, num_peers=1)
+        Export(TransferConfig(transport="shared_memory"), name, device, **SHAPE)
     with pytest.raises(ConfigError, match="host_staged moves nothing out of host memory"):
-        choose(TransferConfig(transport="host_staged"), np.zeros((2, 8), np.uint8), lambda: None)
+        choose(TransferConfig(transport="host_staged"), HOST, lambda: None)
     monkeypatch.setitem(sys.modules, "nixl._api", None)
     with pytest.raises(
         ConfigError, match=r"transfer.transport: nixl cannot work here: nixl: NIXL is not installed \(extra `nixl`\)"
     ):
-        HostExport(TransferConfig(transport="nixl"), name, **SHAPE)
+        Export(TransferConfig(transport="nixl"), name, **SHAPE)
     with pytest.raises(ConfigError, match="nixl cannot work here"):
-        choose(TransferConfig(transport="nixl"), np.zeros((2, 8), np.uint8), lambda: None)
+        choose(TransferConfig(transport="nixl"), HOST, lambda: None)
     device.failures["pin"] = "operation not permitted (800)"
     with pytest.raises(ConfigError, match="host_staged cannot work here: host_staged: pin: operation not permitted"):
-        DeviceExport(TransferConfig(transport="host_staged"), name, device, **SHAPE, num_peers=1)
+        Export(TransferConfig(transport="host_staged"), name, device, **SHAPE)
     device.failures["copy"] = "unspecified launch failure (719)"
     with pytest.raises(ConfigError, match="GPU fake:0: copy: unspecified launch failure"):
-        DeviceExport(TransferConfig(), name, device, **SHAPE, num_peers=1)
+        Export(TransferConfig(), name, device, **SHAPE)
 
 
 def test_auto_offers_what_is_left(name: str) -> None:
     device = FakeDevice(name)
     device.failures["pin"] = "operation not permitted (800)"
-    export = DeviceExport(TransferConfig(), name, device, **SHAPE, num_peers=1)
+    export = Export(TransferConfig(), name, device, **SHAPE)
     kinds = {offer["kind"] for offer in offers(export.endpoint)}
     assert "cuda_ipc" in kinds and "host_staged" not in kinds
     export.close()

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from kv_transfer.config import TransferConfig
+from kv_transfer.device.device import KVCache
 from kv_transfer.select import AutoTransport, choose
 from kv_transfer.transports.local import LocalNetwork, LocalTransport
-from kv_transfer.transports.shared_memory import SharedMemoryTransport
 from protocol.errors import LayoutMismatch, PullFailed
 
 CACHE = np.zeros((2, 8), np.uint8)
@@ -42,9 +42,10 @@ def test_auto_does_not_hide_a_wrong_layout() -> None:
 
 
 def test_the_config_chooses() -> None:
-    named = choose(TransferConfig(transport="shared_memory"), CACHE, lambda: None)
-    assert isinstance(named, SharedMemoryTransport)
+    cache = KVCache.in_host_memory(CACHE)
+    named = choose(TransferConfig(transport="shared_memory"), cache, lambda: None)
+    assert named.name == "shared_memory"
     named.close()
-    auto = choose(TransferConfig(), CACHE, lambda: None)
+    auto = choose(TransferConfig(), cache, lambda: None)
     assert isinstance(auto, AutoTransport)
     auto.close()

@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from protocol.errors import CapacityError, Overloaded, RequestError
 from protocol.histogram import Histogram
 from protocol.messages import Address, EngineRequest, ReplicaStatus, StageSeconds
+from protocol.preemption import MODE_COUNTERS, REASON_COUNTERS
 from router.config import RouterConfig
 from router.frontdoor import FrontDoor, Model
 from router.metrics import METRICS, PREFIX, RouterCollector
@@ -216,6 +217,19 @@ def test_counters_outlive_an_engine_and_gauges_do_not() -> None:
     assert world.value("preemptions_total", mode="recompute", **labels) == 2
     assert world.value("step_seconds_count", **labels) == 5
     assert world.value("step_seconds_sum", **labels) == pytest.approx(1.75)
+
+
+def test_every_way_and_every_reason_of_preemption_is_shown() -> None:
+    world = Measured()
+    counted = {counter: 1 + i for i, counter in enumerate([*MODE_COUNTERS.values(), *REASON_COUNTERS.values()])}
+    world.status(D, **counted)
+    labels = {"pool": "decode", "replica": "decode-0"}
+    modes = {counter: world.value("preemptions_total", mode=mode, **labels) for mode, counter in MODE_COUNTERS.items()}
+    reasons = {
+        counter: world.value("preemption_reasons_total", reason=reason, **labels)
+        for reason, counter in REASON_COUNTERS.items()
+    }
+    assert modes | reasons == counted
 
 
 def test_an_engine_replaced_without_a_farewell_is_counted_too() -> None:

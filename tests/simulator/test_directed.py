@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.config import EngineConfig, Mode
+from engine.config import EngineConfig, Knob
 from engine.runners.arithmetic_model import expected_tokens
 from engine.scheduler.admission import seat_arrived
 from engine.scheduler.state import SchedulerState
@@ -49,7 +49,7 @@ def scenario(
     prefill_blocks: int,
     decode_blocks: int,
     max_num_seqs: int = 8,
-    preemption: Mode = "recompute",
+    preemption: Knob = "recompute",
     num_prefill: int = 1,
     prefill: dict[str, Any] | None = None,
     decode: dict[str, Any] | None = None,

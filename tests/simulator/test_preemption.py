@@ -13,6 +13,7 @@ from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import Sequence
 from engine.scheduler.state import SchedulerState
 from protocol.arrays import Int32
+from protocol.preemption import MODE_COUNTERS, REASON_COUNTERS
 from simulator.scenario import ALL_FAULTS, NO_FAULTS, Faults, drawn
 from simulator.simulation import Simulation
 from simulator.violation import Violation
@@ -37,12 +38,10 @@ def run(num_seeds: int, *loads: Faults) -> Counter[str]:
 def test_every_mode_and_every_reason_happens() -> None:
     counted = run(30, NO_FAULTS, ALL_FAULTS, FAILING_STEPS)
     print(f"\n{dict(counted)}")
-    modes, reasons = ("recompute", "swap", "remote"), ("configured", "host_full", "no_room", "unmeasured", "cheapest")
-    assert sum(counted[f"preemptions_{mode}"] for mode in modes) == sum(
-        counted[f"preemption_reason_{reason}"] for reason in reasons
-    )
-    assert all(counted[f"preemptions_{mode}"] > 20 for mode in modes)
-    assert all(counted[f"preemption_reason_{reason}"] > 5 for reason in reasons)
+    modes, reasons = MODE_COUNTERS.values(), REASON_COUNTERS.values()
+    assert sum(counted[mode] for mode in modes) == sum(counted[reason] for reason in reasons)
+    assert all(counted[mode] > 20 for mode in modes)
+    assert all(counted[reason] > 5 for reason in reasons)
 
 
 # ---- planted bugs

@@ -5,7 +5,7 @@ on their way.
 import time
 
 from kv_transfer.block_ids import merged_runs
-from kv_transfer.device.device import DeviceBlocks
+from kv_transfer.device.device import KVCache
 from kv_transfer.device.device_pool import POLL_S, DeviceStream
 from kv_transfer.segment import NONCE_BYTES, owner_lives
 from kv_transfer.transports.pull_thread import Pull
@@ -38,7 +38,7 @@ def cut(pull: Pull, block_bytes: int, buffer_bytes: int) -> list[list[Copy]]:
 class StagingClient:
     """One claimed channel, used by one thread at a time."""
 
-    def __init__(self, channel: Channel, stream: DeviceStream, cache: DeviceBlocks, fd: int, stall_s: float) -> None:
+    def __init__(self, channel: Channel, stream: DeviceStream, cache: KVCache, fd: int, stall_s: float) -> None:
         """`stream` has an event per buffer; `fd` is the segment's file, whose lock tells whether the exporter lives."""
         self._channel, self._stream, self._cache, self._fd, self._stall_s = channel, stream, cache, fd, stall_s
 

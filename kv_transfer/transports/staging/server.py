@@ -5,8 +5,9 @@ channel's buffers.
 import threading
 from collections import deque
 
-from kv_transfer.device.device import Device
-from kv_transfer.device.device_pool import POLL_S, DevicePool, DeviceStream
+from kv_transfer.device.device import KVCache
+from kv_transfer.device.device_pool import POLL_S, DeviceStream
+from kv_transfer.segment import NONCE_BYTES
 from kv_transfer.transports.staging.channel import Channel
 from protocol.errors import PullFailed
 
@@ -17,10 +18,10 @@ IDLE_S = 0.25
 class StagingServer:
     """Serves all channels until closed. Whoever claimed a channel may die: nothing here waits for him."""
 
-    def __init__(self, device: Device, pool: DevicePool, channels: list[Channel]) -> None:
-        """Raises PullFailed where the GPU grants no stream."""
+    def __init__(self, cache: KVCache, channels: list[Channel]) -> None:
+        """`cache`: followed by its nonce. Raises PullFailed where the GPU grants no stream."""
         self._closed = threading.Event()
-        self._servers = [_ChannelServer(device, pool, channel) for channel in channels]
+        self._servers = [_ChannelServer(cache, channel) for channel in channels]
         self._threads = [
             threading.Thread(target=self._serve, args=(server,), name="staging", daemon=True)
             for server in self._servers
@@ -45,10 +46,10 @@ class StagingServer:
 class _ChannelServer:
     """One channel's orders in their order: started as they come, answered as their copies end."""
 
-    def __init__(self, device: Device, pool: DevicePool, channel: Channel) -> None:
+    def __init__(self, cache: KVCache, channel: Channel) -> None:
         self.channel = channel
-        self._pool = pool
-        self._stream = DeviceStream(device, num_events=channel.num_buffers)
+        self._cache = cache
+        self._stream = DeviceStream(cache.require_device(), num_events=channel.num_buffers)
         self._started: deque[str] = deque()
         """Of orders not answered yet, oldest first: why an order could not be started, or empty."""
 
@@ -73,16 +74,15 @@ class _ChannelServer:
 
     def _start(self, number: int) -> str:
         pieces = self.channel.pieces(number)
-        if any(
-            offset < 0 or num_bytes < 0 or offset + num_bytes > self._pool.num_bytes for offset, num_bytes in pieces
-        ):
+        readable = self._cache.num_bytes + NONCE_BYTES
+        if any(offset < 0 or num_bytes < 0 or offset + num_bytes > readable for offset, num_bytes in pieces):
             return "bytes were ordered that do not lie in the cache"
         if sum(num_bytes for _, num_bytes in pieces) > self.channel.buffer_bytes:
             return f"more was ordered than the {self.channel.buffer_bytes} bytes of a buffer"
         buffer = self.channel.buffer(number)
         try:
             for offset, num_bytes in pieces:
-                self._stream.copy(buffer, self._pool.pointer + offset, num_bytes)
+                self._stream.copy(buffer, self._cache.pointer + offset, num_bytes)
                 buffer += num_bytes
             self._stream.record(number % self.channel.num_buffers)
         except PullFailed as error:

@@ -4,12 +4,13 @@ The model copies when a batch executes, as late as possible, while a transfer wr
 that is reserved.
 """
 
-from typing import Any
+from typing import Any, get_args
 
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
+from engine.config import Knob
 from tests.engine.scheduler.chain_model import step_kv
 from tests.engine.scheduler.test_scheduler_properties import SchedulerMachine
 
@@ -18,7 +19,7 @@ class PreemptionMachine(SchedulerMachine):
     def preemption_knobs(self, draw: Any) -> dict[str, Any]:
         self.copy_block_s = draw(st.sampled_from([0.0001, 0.1]), "copy_block_s")
         return {
-            "preemption": draw(st.sampled_from(["swap", "swap", "remote", "auto"]), "preemption"),
+            "preemption": draw(st.sampled_from([knob for knob in get_args(Knob) if knob != "recompute"]), "preemption"),
             "num_host_blocks": draw(st.sampled_from([3, 10, 40]), "num_host_blocks"),
         }
 

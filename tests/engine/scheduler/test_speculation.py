@@ -172,14 +172,11 @@ def test_hashes_stand_for_known_tokens_only() -> None:
     assert len(visible) >= sum((len(prompt) + NUM_TOKENS - 1) // 4 for prompt in PROMPTS) - 1
 
 
-def test_a_decode_engine_drafts_after_a_handoff_and_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decode_engine_drafts_after_a_handoff_and_counts_it() -> None:
     prompt, num_tokens = list(range(1, 11)), 12
     answer = expected_tokens(prompt, num_tokens)
     proposer = KnownAnswers([prompt], [answer])
-    monkeypatch.setattr(
-        "tests.pool_world.Scheduler", lambda *args, **fields: Scheduler(*args, **fields, proposer=proposer)
-    )
-    world = DecodeWorld(num_speculative_tokens=3)
+    world = DecodeWorld(num_speculative_tokens=3, proposer=proposer)
     world.generate(10, name="0", max_tokens=num_tokens)
     world.handoff(10, name="0", first_token_id=answer[0])
     world.step()

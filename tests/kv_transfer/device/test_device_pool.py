@@ -28,10 +28,10 @@ def device(name: str) -> FakeDevice:
 
 def test_a_pool_is_zero_shared_whole_and_ends_with_its_nonce(device: FakeDevice, name: str) -> None:
     pool = DevicePool(device, NONCE, num_blocks=5, block_bytes=1000)
-    assert pool.blocks.tensor.shape == (5, 1000) and not pool.blocks.tensor.any()
-    assert (pool.nonce_offset, pool.num_bytes, pool.blocks.num_bytes) == (5000, 5016, 5000)
+    assert pool.cache.tensor.shape == (5, 1000) and not pool.cache.tensor.any()
+    assert pool.cache.num_bytes == 5000
     with DeviceStream(device) as stream:
-        assert stream.read(pool.pointer + pool.nonce_offset, 16) == NONCE
+        assert stream.read(pool.cache.pointer + 5000, 16) == NONCE
     [file] = DIRECTORY.glob(f"{PREFIX}{name}*")
     assert file.stat().st_size % GRANULE_BYTES == 2 * 4096  # what the file holds besides
     pool.close()

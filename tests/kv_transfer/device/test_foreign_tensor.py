@@ -5,7 +5,8 @@ import gc
 import numpy as np
 import torch
 
-from kv_transfer.device.device import DeviceBlocks
+from kv_transfer.device.device import KVCache
+from kv_transfer.device.fake_device import FakeDevice
 from kv_transfer.device.foreign_tensor import CPU, foreign_tensor
 
 
@@ -34,6 +35,7 @@ def test_views_may_outlive_it_and_nothing_is_freed() -> None:
 
 
 def test_a_cache_is_described_by_its_tensor() -> None:
-    tensor = torch.zeros((3, 8), dtype=torch.uint8)
-    assert DeviceBlocks.of(tensor) == DeviceBlocks(tensor.data_ptr(), 3, 8, tensor)
-    assert DeviceBlocks.of(tensor).num_bytes == 24
+    tensor, device = torch.zeros((3, 8), dtype=torch.uint8), FakeDevice("unused")
+    cache = KVCache.on_gpu(device, tensor)
+    assert cache == KVCache(tensor.data_ptr(), 3, 8, tensor, device)
+    assert (cache.num_bytes, cache.memory, cache.require_device()) == (24, "GPU", device)

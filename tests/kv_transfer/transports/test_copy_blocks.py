@@ -35,7 +35,7 @@ def test_without_a_writable_folder_it_is_compiled_all_the_same(monkeypatch: pyte
 
 def test_without_a_compiler_rows_are_copied_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
-    monkeypatch.setattr(module, "_compiled", module._compile())
-    assert module._compiled is module._copy_whole_rows
+    monkeypatch.setattr(module, "_compiled", module._compile)
+    assert module._compile() is module._copy_whole_rows
     test_rows_go_where_they_are_sent_and_nowhere_else(8)
     test_rows_go_where_they_are_sent_and_nowhere_else(12)

@@ -7,10 +7,10 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from kv_transfer.device.device import DeviceBlocks
+from kv_transfer.device.device import KVCache
 from kv_transfer.device.fake_device import FakeDevice
 from kv_transfer.transports import cuda_ipc
-from kv_transfer.transports.cuda_ipc import GATHER_BELOW_BYTES, CudaIpcTransport
+from kv_transfer.transports.cuda_ipc import GATHER_BELOW_BYTES
 from protocol.errors import LayoutMismatch, PullFailed
 from tests.hang import HANG_S
 from tests.kv_transfer.processes import Ends, Exporter, content, unused_name
@@ -26,8 +26,9 @@ class Puller:
         self.pointer = self.device.allocate(NUM_BLOCKS * block_bytes)
         self.cache = self.device.tensor(self.pointer, NUM_BLOCKS, block_bytes)
         self.ends = Ends()
-        blocks = DeviceBlocks(self.pointer, NUM_BLOCKS, block_bytes, self.cache)
-        self.transport = CudaIpcTransport(self.device, blocks, self.ends, gather if gathers else None)
+        tensor = self.cache
+        cache = KVCache(self.pointer, NUM_BLOCKS, block_bytes, tensor, self.device, gather if gathers else None)
+        self.transport = cuda_ipc.import_into(cache, self.ends)
 
     def close(self) -> None:
         self.transport.close()
@@ -46,7 +47,7 @@ def name() -> Iterator[str]:
 
 @pytest.fixture
 def exporter(name: str) -> Iterator[Exporter]:
-    exporter = Exporter("tests.kv_transfer.gpu_exporter", "cuda_ipc", name, NUM_BLOCKS, BLOCK_BYTES)
+    exporter = Exporter("tests.kv_transfer.exporter", "GPU", "cuda_ipc", name, NUM_BLOCKS, BLOCK_BYTES)
     yield exporter
     exporter.stop()
 

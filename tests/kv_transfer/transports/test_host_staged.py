@@ -7,34 +7,36 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kv_transfer.device.device import DeviceBlocks
+from kv_transfer.device.device import KVCache
 from kv_transfer.device.fake_device import FakeDevice
 from kv_transfer.segment import PREFIX, remove_stale
-from kv_transfer.transports.host_staged import HostStagedPeer, HostStagedTransport
+from kv_transfer.transports import host_staged
+from kv_transfer.transports.peers import PullPeer
 from kv_transfer.transports.pull_thread import Pull
 from kv_transfer.transports.staging.channel import MAX_PIECES
-from kv_transfer.transports.staging.client import cut
+from kv_transfer.transports.staging.client import StagingClient, cut
 from protocol.errors import PullFailed
-from tests.kv_transfer.gpu_exporter import NUM_CHANNELS
+from tests.hang import HANG_S
+from tests.kv_transfer.exporter import NUM_PEERS
 from tests.kv_transfer.processes import Ends, Exporter, content, unused_name
 
 NUM_BLOCKS, BLOCK_BYTES = 32, 3000
-BUFFER_BYTES = 4096
-"""Neither divides the other: blocks are cut at the edges of buffers."""
+"""BLOCK_BYTES and the bytes of a buffer do not divide each other: blocks are cut at the edges of buffers."""
+NUM_CHANNELS = 2 * NUM_PEERS
 
 
 class Puller:
     """A transport into a cache in this process's own GPU memory."""
 
-    def __init__(self, name: str, stall_s: float = 30.0) -> None:
+    def __init__(self, name: str) -> None:
         self.device = FakeDevice(f"{name}-here")
         self.pointer = self.device.allocate(NUM_BLOCKS * BLOCK_BYTES)
         self.cache = self.device.tensor(self.pointer, NUM_BLOCKS, BLOCK_BYTES)
         self.ends = Ends()
-        blocks = DeviceBlocks(self.pointer, NUM_BLOCKS, BLOCK_BYTES, self.cache)
-        self.transport = HostStagedTransport(self.device, blocks, self.ends, stall_s)
+        cache = KVCache(self.pointer, NUM_BLOCKS, BLOCK_BYTES, self.cache, self.device)
+        self.transport = host_staged.import_into(cache, self.ends)
 
-    def connect(self, exporter: Exporter) -> HostStagedPeer:
+    def connect(self, exporter: Exporter) -> PullPeer:
         """The nonce's trace is wiped out."""
         peer = self.transport.connect(exporter.endpoint)
         self.cache[:] = 0
@@ -45,6 +47,11 @@ class Puller:
         self.device.free(self.pointer)
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_staged, "STALL_S", HANG_S)
+
+
 @pytest.fixture
 def name() -> Iterator[str]:
     with unused_name() as name:
@@ -53,7 +60,7 @@ def name() -> Iterator[str]:
 
 @pytest.fixture
 def exporter(name: str) -> Iterator[Exporter]:
-    exporter = Exporter("tests.kv_transfer.gpu_exporter", "host_staged", name, NUM_BLOCKS, BLOCK_BYTES, BUFFER_BYTES)
+    exporter = Exporter("tests.kv_transfer.exporter", "GPU", "host_staged", name, NUM_BLOCKS, BLOCK_BYTES)
     yield exporter
     exporter.stop()
 
@@ -111,7 +118,12 @@ def test_two_peers_at_once_and_no_third(exporter: Exporter, name: str) -> None:
         puller.close()
 
 
-def stall_exporter_in_mid_pull(exporter: Exporter, puller: Puller, peer: HostStagedPeer) -> Pull:
+def client_of(peer: PullPeer) -> StagingClient:
+    assert isinstance(peer.source, host_staged.ClaimedChannel)
+    return peer.source.client
+
+
+def stall_exporter_in_mid_pull(exporter: Exporter, puller: Puller, peer: PullPeer) -> Pull:
     """A pull of all blocks of which some bytes are on their way and no more will come."""
     exporter.ask("stall_after 5")
     pull = peer.pull(range(NUM_BLOCKS), range(NUM_BLOCKS))
@@ -151,8 +163,10 @@ def test_the_exporter_is_killed_in_mid_pull(exporter: Exporter, puller: Puller, 
     assert not puller.device.pinned
 
 
-def test_an_exporter_that_lives_and_does_nothing_fails_the_pull(exporter: Exporter, name: str) -> None:
-    puller = Puller(name, stall_s=0.3)
+def test_an_exporter_that_lives_and_does_nothing_fails_the_pull(
+    exporter: Exporter, puller: Puller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_staged, "STALL_S", 0.3)
     peer = puller.connect(exporter)
     pull = stall_exporter_in_mid_pull(exporter, puller, peer)
     assert puller.ends.of(pull) == "the exporter has filled no buffer for 0.3 s"
@@ -162,7 +176,6 @@ def test_an_exporter_that_lives_and_does_nothing_fails_the_pull(exporter: Export
     exporter.ask("resume")
     assert puller.ends.of(peer.pull([3], [3])) == ""
     assert np.array_equal(puller.cache[3], content(NUM_BLOCKS, BLOCK_BYTES)[3])
-    puller.close()
 
 
 def test_the_exporter_s_gpu_fails(exporter: Exporter, puller: Puller) -> None:
@@ -189,7 +202,8 @@ def test_our_own_gpu_fails(exporter: Exporter, puller: Puller) -> None:
 def test_orders_outside_the_cache_are_refused(exporter: Exporter, puller: Puller) -> None:
     """A peer that asks for what is not its to see: the exporter trusts no number."""
     peer = puller.connect(exporter)
-    channel, client = peer._client._channel, peer._client
+    client = client_of(peer)
+    channel = client._channel
     for piece, reason in [
         ((-1, 4), "do not lie in the cache"),
         ((NUM_BLOCKS * BLOCK_BYTES, 17), "do not lie"),
@@ -205,7 +219,7 @@ def test_orders_outside_the_cache_are_refused(exporter: Exporter, puller: Puller
 def test_a_closed_peer_keeps_no_memory_of_the_exporter(exporter: Exporter, puller: Puller) -> None:
     peer = puller.connect(exporter)
     assert puller.ends.of(peer.pull([1], [1])) == ""
-    memory = weakref.ref(peer._client._channel._memory)
+    memory = weakref.ref(client_of(peer)._channel._memory)
     peer.close()
     del peer
     gc.collect()
@@ -217,11 +231,11 @@ def test_a_channel_left_in_mid_pull_serves_who_claims_it_next(exporter: Exporter
     pull = stall_exporter_in_mid_pull(exporter, puller, peer)
     pull.cancel()
     assert puller.ends.of(pull) == "cancelled"
-    left = peer._client._channel
+    left = client_of(peer)._channel
     assert left.num_ordered > left.num_filled
     peer.close()
     exporter.ask("resume")
     again = puller.connect(exporter)
-    assert again._client._channel.num_ordered > left.num_buffers  # the same channel
+    assert client_of(again)._channel.num_ordered > left.num_buffers  # the same channel
     assert puller.ends.of(again.pull(range(NUM_BLOCKS), range(NUM_BLOCKS))) == ""
     assert np.array_equal(puller.cache, content(NUM_BLOCKS, BLOCK_BYTES))

@@ -11,8 +11,8 @@ from tests.hang import HANG_S
 
 pytest.importorskip("nixl", reason="the extra `nixl` is not installed")
 
+from kv_transfer.device.device import KVCache
 from kv_transfer.transports import nixl
-from kv_transfer.transports.nixl import Memory, NixlTransport
 from kv_transfer.transports.pull_thread import Pull
 from protocol.errors import LayoutMismatch, PullFailed
 from tests.kv_transfer.processes import Ends, Exporter, content, unused_name
@@ -26,7 +26,7 @@ class Puller:
     def __init__(self) -> None:
         self.cache = np.zeros((NUM_BLOCKS, BLOCK_BYTES), np.uint8)
         self.ends = Ends()
-        self.transport = NixlTransport(Memory(self.cache.ctypes.data, NUM_BLOCKS, BLOCK_BYTES), self.ends)
+        self.transport = nixl.import_into(KVCache.in_host_memory(self.cache), self.ends)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def puller(shared_puller: Puller) -> Puller:
 @pytest.fixture(scope="module")
 def exporter() -> Iterator[Exporter]:
     with unused_name() as name:
-        exporter = Exporter("tests.kv_transfer.any_exporter", "cpu", "nixl", name, NUM_BLOCKS, BLOCK_BYTES)
+        exporter = Exporter("tests.kv_transfer.exporter", "host", "nixl", name, NUM_BLOCKS, BLOCK_BYTES)
         yield exporter
         exporter.stop()
 
@@ -81,7 +81,9 @@ def test_a_cancelled_pull_starts_no_further_piece(
 ) -> None:
     monkeypatch.setattr(nixl, "PIECE_BYTES", BLOCK_BYTES)
     peer = puller.transport.connect(exporter.endpoint)
-    read, pulls = puller.transport._agent.read, queue.SimpleQueue[Pull]()
+    assert isinstance(peer.source, nixl.RemoteAgent)
+    agent, pulls = peer.source.agent, queue.SimpleQueue[Pull]()
+    read = agent.read
 
     def read_then_cancel(*arguments: Any) -> bool:
         came = read(*arguments)
@@ -89,7 +91,7 @@ def test_a_cancelled_pull_starts_no_further_piece(
             pulls.get(timeout=HANG_S).cancel()
         return came
 
-    monkeypatch.setattr(puller.transport._agent, "read", read_then_cancel)
+    monkeypatch.setattr(agent, "read", read_then_cancel)
     pull = peer.pull([1, 3, 5], [1, 3, 5])
     pulls.put(pull)
     assert puller.ends.of(pull) == "cancelled"
@@ -100,7 +102,7 @@ def test_a_cancelled_pull_starts_no_further_piece(
 
 def test_the_exporter_is_killed(puller: Puller) -> None:
     with unused_name() as name:
-        exporter = Exporter("tests.kv_transfer.any_exporter", "cpu", "nixl", name, NUM_BLOCKS, BLOCK_BYTES)
+        exporter = Exporter("tests.kv_transfer.exporter", "host", "nixl", name, NUM_BLOCKS, BLOCK_BYTES)
         peer = puller.transport.connect(exporter.endpoint)
         exporter.ask("write 2 9")
         assert peer.read_word(2) == 9
@@ -114,7 +116,7 @@ def test_the_exporter_is_killed(puller: Puller) -> None:
 
 
 def test_refusals(exporter: Exporter, puller: Puller) -> None:
-    small = NixlTransport(Memory(puller.cache.ctypes.data, 2, 8), puller.ends)
+    small = nixl.import_into(KVCache.in_host_memory(np.zeros((2, 8), np.uint8)), puller.ends)
     with pytest.raises(LayoutMismatch):
         small.connect(exporter.endpoint)
     small.close()

@@ -4,15 +4,17 @@ import json
 import queue
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
 
+from kv_transfer.device.device import KVCache
 from kv_transfer.segment import DIRECTORY, PREFIX, SharedSegment, remove_stale
+from kv_transfer.transport import Endpoint, ExportedCache
 from kv_transfer.transports import shared_memory
 from kv_transfer.transports.copy_blocks import copy_blocks
 from kv_transfer.transports.pull_thread import Pull
-from kv_transfer.transports.shared_memory import SharedMemoryTransport, export
 from protocol.errors import LayoutMismatch, PullFailed
 from tests.hang import HANG_S
 from tests.kv_transfer.processes import Ends, Exporter, content, unused_name
@@ -28,7 +30,7 @@ def name() -> Iterator[str]:
 
 @pytest.fixture
 def exporter(name: str) -> Iterator[Exporter]:
-    exporter = Exporter("tests.kv_transfer.exporter", name, NUM_BLOCKS, BLOCK_BYTES)
+    exporter = Exporter("tests.kv_transfer.exporter", "host", "shared_memory", name, NUM_BLOCKS, BLOCK_BYTES)
     yield exporter
     exporter.stop()
 
@@ -39,7 +41,7 @@ class Puller:
     def __init__(self, num_blocks: int = NUM_BLOCKS, block_bytes: int = BLOCK_BYTES) -> None:
         self.cache = np.zeros((num_blocks, block_bytes), np.uint8)
         self.ends = Ends()
-        self.transport = SharedMemoryTransport(self.cache, self.ends)
+        self.transport = shared_memory.import_into(KVCache.in_host_memory(self.cache), self.ends)
 
     def wait(self, pull: Pull) -> str:
         return self.ends.of(pull)
@@ -97,6 +99,11 @@ def segment(name: str) -> Iterator[SharedSegment]:
     segment.close()
 
 
+def endpoint_of(segment: SharedSegment) -> Endpoint:
+    cache = KVCache.in_host_memory(segment.cache)
+    return shared_memory.export(ExportedCache(cache=cache, segment=segment, num_peers=1), ExitStack())
+
+
 def test_a_queued_pull_is_cancelled_before_it_starts(segment: SharedSegment) -> None:
     first_ended, go_on, second_ended = threading.Event(), threading.Event(), threading.Event()
 
@@ -108,8 +115,8 @@ def test_a_queued_pull_is_cancelled_before_it_starts(segment: SharedSegment) -> 
             assert go_on.wait(HANG_S)
 
     cache = np.zeros((NUM_BLOCKS, BLOCK_BYTES), np.uint8)
-    transport = SharedMemoryTransport(cache, notify)
-    peer = transport.connect(export(segment))
+    transport = shared_memory.import_into(KVCache.in_host_memory(cache), notify)
+    peer = transport.connect(endpoint_of(segment))
     peer.pull([1], [1])
     assert first_ended.wait(HANG_S)
     second = peer.pull([2], [2])
@@ -135,7 +142,7 @@ def test_a_running_pull_is_cancelled_between_two_pieces(
 
     monkeypatch.setattr(shared_memory, "PIECE_BYTES", 2 * BLOCK_BYTES)
     monkeypatch.setattr(shared_memory, "copy_blocks", copy_then_cancel)
-    pull = puller.transport.connect(export(segment)).pull(range(5), range(5))
+    pull = puller.transport.connect(endpoint_of(segment)).pull(range(5), range(5))
     pulls.put(pull)
     assert puller.wait(pull) == "cancelled"
     assert np.array_equal(puller.cache[:2], segment.cache[:2])
@@ -150,7 +157,7 @@ def test_closing_the_transport_fails_what_is_queued(segment: SharedSegment, monk
         assert go_on.wait(HANG_S)
 
     puller = Puller()
-    peer = puller.transport.connect(export(segment))
+    peer = puller.transport.connect(endpoint_of(segment))
     monkeypatch.setattr(shared_memory, "copy_blocks", gated)
     first, second = peer.pull([1], [1]), peer.pull([2], [2])
     assert begun.wait(HANG_S)
@@ -169,13 +176,13 @@ def test_closing_the_transport_fails_what_is_queued(segment: SharedSegment, monk
 
 @pytest.mark.parametrize("blocks", [([NUM_BLOCKS], [0]), ([0], [NUM_BLOCKS]), ([-1], [0]), ([0], [-1]), ([0, 1], [0])])
 def test_block_ids_are_checked(segment: SharedSegment, puller: Puller, blocks: tuple[list[int], list[int]]) -> None:
-    peer = puller.transport.connect(export(segment))
+    peer = puller.transport.connect(endpoint_of(segment))
     with pytest.raises(PullFailed):
         peer.pull(*blocks)
 
 
 def test_the_same_path_with_other_memory_is_refused(segment: SharedSegment, puller: Puller) -> None:
-    other = {**json.loads(export(segment)), "nonce": "00" * 16}
+    other = {**json.loads(endpoint_of(segment)), "nonce": "00" * 16}
     with pytest.raises(PullFailed, match="not ours"):
         puller.transport.connect(json.dumps(other).encode())
 
@@ -183,7 +190,7 @@ def test_the_same_path_with_other_memory_is_refused(segment: SharedSegment, pull
 def test_blocks_of_another_size_are_refused(segment: SharedSegment) -> None:
     puller = Puller(block_bytes=BLOCK_BYTES * 2)
     with pytest.raises(LayoutMismatch, match=r"4096 bytes, here 8192"):
-        puller.transport.connect(export(segment))
+        puller.transport.connect(endpoint_of(segment))
     puller.transport.close()
 
 
@@ -209,7 +216,7 @@ def test_odd_block_sizes(name: str, block_bytes: int) -> None:
     segment = SharedSegment.create(name, block_bytes=block_bytes, num_blocks=5, num_slots=1)
     segment.cache[:] = content(5, block_bytes)
     puller = Puller(5, block_bytes)
-    assert puller.wait(puller.transport.connect(export(segment)).pull([4, 0, 1], [1, 2, 3])) == ""
+    assert puller.wait(puller.transport.connect(endpoint_of(segment)).pull([4, 0, 1], [1, 2, 3])) == ""
     assert np.array_equal(puller.cache[1:4], segment.cache[[4, 0, 1]])
     puller.transport.close()
     segment.close()

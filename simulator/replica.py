@@ -25,7 +25,8 @@ from protocol.router_link import LinkConfig
 from simulator.scenario import Scenario
 
 LAYOUT = b"simulated-layout"
-LINK = LinkConfig(status_interval_s=1.0, router_timeout_s=10.0)
+LINK = LinkConfig(status_interval_s=1.0, router_timeout_s=3.0)
+"""An engine gives a silent router up after a time in which requests are still open: with 10 s hardly one would be."""
 
 LeasesOf = Callable[["Replica", Words], LeaseTable]
 

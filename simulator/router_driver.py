@@ -85,9 +85,9 @@ class RouterDriver:
 
         Whether it then reads its messages first or looks at its timers first is drawn too.
         """
-        if self._pauses_left and self.alive and self._queue.clock.now > 0.5 and self._queue.chance(0.01):
+        if self._pauses_left and self.alive and self._queue.clock.now > 0.5 and self._queue.chance(0.04):
             self._pauses_left -= 1
-            seconds = self._queue.random.uniform(5.0, 15.0)
+            seconds = self._queue.random.uniform(1.5, 4.5)
             self._resumes_at = self._queue.clock.now + seconds
             self._ticks_late_s = self._queue.random.choice([0.0, TICK_S])
             self._queue.note(f"the router pauses for {seconds:.1f} s")

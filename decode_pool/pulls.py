@@ -1,4 +1,4 @@
-"""Pulls under way and the peers they read from. A pull's destination stays reserved until the pull is terminal."""
+"""Pulls under way, and the peers that they read. A pull's destination stays reserved until the pull is terminal."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,8 +25,8 @@ class _Pull:
 
 @dataclass(frozen=True, slots=True)
 class PullEnd:
-    """A pull has become terminal. `error` None: the bytes are here and the lease was still live after the last of
-    them.
+    """A pull has become terminal. Where `error` is None, the bytes are here and the lease was still live after the last
+    of them.
     """
 
     key: RequestKey
@@ -35,15 +35,15 @@ class PullEnd:
 
 
 class Pulls:
-    """At most one pull per request. Verbs: `start`, `ended`, `cancel`; `connect` opens peers, `disconnect` lets go of
-    them.
+    """Each request has at most one pull. The verbs are `start`, `ended` and `cancel`; `connect` opens peers, and
+    `disconnect` lets go of them.
     """
 
     def __init__(self, transport: Transport, clock: Clock, checksum: Checksum | None) -> None:
         self._transport = transport
         self._clock = clock
         self._checksum = checksum
-        """Of blocks here; None: bytes are believed."""
+        """Checksums of blocks here; None where bytes are believed."""
         self._peers: dict[Address, Peer] = {}
         self._retired: list[Peer] = []
         """Peers of prefill replicas that are replaced or dead; each is closed when no pull reads it any more."""
@@ -56,8 +56,8 @@ class Pulls:
         return key in self._running
 
     def connect(self, address: Address, endpoint: Endpoint) -> None:
-        """Opens a prefill replica's cache in place of its older epochs. Raises TransferError; pulls from it then fail
-        at their start.
+        """Opens a prefill replica's cache in the place of its older epochs. Raises TransferError; pulls from it then
+        fail at their start.
         """
         self._retire([old for old in self._peers if old.replica_id == address.replica_id])
         self._peers[address] = self._transport.connect(endpoint)
@@ -93,10 +93,10 @@ class Pulls:
         self._running[key] = _Pull(pending, peer, source, lease_index, lease_id, dst_blocks, checksums, self._clock())
 
     def ended(self) -> list[PullEnd]:
-        """Pulls that have become terminal since the last call, each once, with their verdict.
+        """Returns pulls that have become terminal since the last call, each once, with their verdict.
 
-        The order is what safety rests on: bytes complete, barrier, then the word. Checksums come last: they read our
-        own blocks.
+        Safety rests on the order: the bytes are complete, a barrier is passed, then the word is read. Checksums come
+        last: they read our own blocks.
         """
         ends = []
         for key in [key for key, pull in self._running.items() if pull.pending.poll()]:
@@ -107,7 +107,7 @@ class Pulls:
         return ends
 
     def cancel(self, key: RequestKey) -> None:
-        """Asks the transport to fail a pull. It still ends by itself."""
+        """Asks the transport to fail a pull. The pull still ends by itself."""
         if key in self._running:
             self._running[key].pending.cancel()
 

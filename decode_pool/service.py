@@ -11,6 +11,8 @@
 
 Safety is one order, kept in `Pulls.ended`: bytes complete, barrier, then read the word. Only then may blocks enter the
 prefix cache.
+
+The file has more than 300 lines because it is one state table, which is read row by row.
 """
 
 import logging
@@ -56,13 +58,24 @@ from protocol.timers import Timers
 log = logging.getLogger(__name__)
 
 _FAILURES: dict[type[TransferError], str] = {LeaseLost: "leases_lost", ChecksumMismatch: "checksum_failures"}
-"""Counters of failed pulls; `pull_failures` for all others."""
+"""Counters of failed pulls. `pull_failures` counts all others."""
+_COUNTERS = (
+    *("requests", "prompt_tokens", *PREFIX_COUNTERS, "transferred_tokens", "generated_tokens"),
+    *MODE_COUNTERS.values(),
+    *REASON_COUNTERS.values(),
+    *("recomputed_tokens", "swapped_bytes", "swap_seconds"),
+    *("pulls", "pull_failures", "leases_lost", "checksum_failures", "pulled_bytes", "pull_seconds"),
+    *("timers_fired", "ignored", *StepCounts.KEYS),
+)
+"""`prompt_tokens` were computed here and are counted when the prompt is complete; `recomputed_tokens` were computed
+again after a preemption. Each preemption counts under its mode, and under the reason for that.
+"""
 _TIMERS: frozenset[DecodeTimer] = frozenset(get_args(DecodeTimer))
 
 
 @dataclass(slots=True)
 class Decode:
-    """One attempt on this engine. Reserved blocks are the scheduler's sequence's; it is aborted only when no pull
+    """One attempt on this engine. The scheduler's sequence owns the reserved blocks; it is aborted only when no pull
     writes into them.
     """
 
@@ -72,20 +85,22 @@ class Decode:
     request: EngineRequest | None = None
     handoff: KVHandoff | None = None
     source: Address | None = None
-    """The prefill replica the handoff came from."""
+    """The prefill replica that the handoff came from."""
     block_ids: list[int] | None = None
-    """The destination, once reserved."""
+    """The destination, once it is reserved."""
     num_verified_tokens: int = 0
-    """Tokens of the prompt whose KV lies here, checked: own prefix hits, then pulls."""
+    """Tokens of the prompt whose KV lies here and was checked: own prefix hits, then pulls."""
     num_cached_tokens: int = 0
     pull_until: int = 0
-    """`num_verified_tokens` once the running pull is verified."""
+    """What `num_verified_tokens` will be once the running pull is verified."""
     num_bytes: int = 0
     pull_seconds: float = 0.0
 
 
 class DecodeService:
-    """Decides; executes nothing. A shell or the simulator drives it: handle, tick, schedule, commit, and an outbox."""
+    """Decides; it executes nothing. A shell or the simulator calls `handle`, `tick`, `schedule` and `commit`, and sends
+    what is in the outbox.
+    """
 
     def __init__(self, engine: EngineParts, *, transport: Transport, config: TransferConfig, cache: KVCache) -> None:
         """`transport` pulls into `cache`."""
@@ -101,28 +116,7 @@ class DecodeService:
         self._pulls = Pulls(transport, engine.clock, checksum_of(cache.tensor) if config.checksum else None)
         self._num_early = 0
         self.timers: Timers[tuple[DecodeTimer, RequestKey]] = Timers()
-        self.counters: dict[str, float] = dict.fromkeys(
-            (
-                *("requests", "prompt_tokens", *PREFIX_COUNTERS, "transferred_tokens", "generated_tokens"),
-                *MODE_COUNTERS.values(),
-                *REASON_COUNTERS.values(),
-                *("recomputed_tokens", "swapped_bytes", "swap_seconds"),
-                *(
-                    "pulls",
-                    "pull_failures",
-                    "leases_lost",
-                    "checksum_failures",
-                    "pulled_bytes",
-                    "pull_seconds",
-                    "timers_fired",
-                    "ignored",
-                ),
-                *StepCounts.KEYS,
-            ),
-            0,
-        )
-        """`prompt_tokens`: computed here, counted when the prompt is complete; again after a preemption:
-        `recomputed_tokens`. Each preemption counts under its mode, and under the reason for that."""
+        self.counters: dict[str, float] = dict.fromkeys(_COUNTERS, 0)
         self._steps = StepCounts(self.counters, engine.scheduler.config)
         handlers: dict[type, Callable[[Envelope], None]] = {
             EngineRequest: self._on_generate,
@@ -147,8 +141,8 @@ class DecodeService:
     # ---- the verbs of a service
 
     def handle(self, envelope: Envelope) -> None:
-        """One message, in its sender's order. Stale epochs are dropped; a stale handoff is refused, so that its lease
-        ends soon.
+        """Takes one message, in its sender's order. Messages of stale epochs are dropped; a stale handoff is refused,
+        so that its lease ends soon.
         """
         message = envelope.message
         if isinstance(message, KVHandoff) and message.key not in self._entries:
@@ -159,7 +153,9 @@ class DecodeService:
         self._link.handle(envelope)
 
     def tick(self) -> None:
-        """Ended pulls, timers, the router's silence, the drain deadline, the status."""
+        """Looks at ended pulls, timers, the router's silence and the drain deadline, and sends the status when it is
+        due.
+        """
         now = self._clock()
         for end in self._pulls.ended():
             self._on_pull_end(self._entries[end.key], end)
@@ -168,9 +164,8 @@ class DecodeService:
         self._link.tick()
 
     def _fire(self, due: list[tuple[DecodeTimer, RequestKey]], now: float) -> None:
-        """Timers whose time has come. Renewals go out in one message to each prefill engine.
-
-        A pull that does not end is asked to again and again: what it writes into is free only when it has.
+        """Does what timers say whose time has come. Renewals go out in one message to each prefill engine. A pull that
+        does not end is asked to again and again: what it writes into is free only when it has ended.
         """
         renewals: dict[Address, list[tuple[RequestKey, int]]] = {}
         for kind, key in due:
@@ -191,8 +186,9 @@ class DecodeService:
         self.outbox.extend((peer, KVRenew(leases=tuple(leases))) for peer, leases in renewals.items())
 
     def schedule(self) -> Batch | None:
-        """The next batch, if there is one. Where a reserved prompt was cached here whole, it has arrived meanwhile and
-        nothing else would wake us: asked again."""
+        """Returns the next batch, if there is one. Where a reserved prompt was cached here whole, it has arrived
+        meanwhile and nothing else would wake us: then the scheduler is asked again.
+        """
         batch = None
         arrived = True
         while batch is None and arrived:
@@ -207,7 +203,9 @@ class DecodeService:
         return batch
 
     def _apply(self, events: Events) -> bool:
-        """What the scheduler has decided beside the batch. True: somebody reserved and has arrived at once."""
+        """Takes up what the scheduler has decided beside the batch. Returns True if a sequence reserved its blocks and
+        has arrived at once.
+        """
         for key, num_cached in events.admitted:
             entry = self._entries[key]
             if entry.state is DecodeState.RUNNING:  # its KV came from elsewhere
@@ -283,7 +281,7 @@ class DecodeService:
 
     @property
     def idle(self) -> bool:
-        """Nothing live: no request, no early handoff, no pull."""
+        """Nothing is live: no request, no early handoff, no pull."""
         return not self._entries and self._scheduler.idle
 
     def keys(self) -> set[RequestKey]:
@@ -391,8 +389,8 @@ class DecodeService:
             self._leave(entry, DecodeEvent.REVOKE, None, revoke.reason)
 
     def _on_peer_up(self, envelope: Envelope) -> None:
-        """Opens a prefill replica's cache. One that cannot be opened has no mapping: attempts that need it fail and say
-        so.
+        """Opens a prefill replica's cache. A cache that cannot be opened has no mapping: attempts that need it fail and
+        say so.
         """
         message = cast(PeerUp, envelope.message)
         try:
@@ -466,7 +464,7 @@ class DecodeService:
         self._leave(entry, DecodeEvent.PULL_FAILED, "failed", str(error))
 
     def _arrive(self, entry: Decode, handoff: KVHandoff) -> None:
-        """All KV is here and checked: the lease ends, the sequence joins the batch."""
+        """All KV is here and was checked: the lease ends, the sequence joins the batch."""
         assert entry.source is not None and handoff.first_token_id is not None
         self._move(entry, DecodeEvent.ARRIVED, DecodeState.RUNNING)
         release = KVRelease(
@@ -529,12 +527,16 @@ class DecodeService:
         self._forget(entry, event)
 
     def _refuse(self, peer: Address, key: RequestKey, lease_id: int, reason: str, *, router_knows: bool = True) -> None:
-        """`router_knows` False: the attempt ends here, and without its request nobody here can tell the router."""
+        """Where `router_knows` is False, the attempt ends here, and without its request nobody here can tell the
+        router.
+        """
         release = KVRelease(key=key, lease_id=lease_id, outcome="refused", reason=reason, router_knows=router_knows)
         self.outbox.append((peer, release))
 
     def _forget(self, entry: Decode, event: DecodeEvent) -> None:
-        """Free, gone. A step in flight keeps its blocks until its commit (the block manager sees to it)."""
+        """Frees the blocks and forgets the attempt. A step in flight keeps its blocks until its commit: the block
+        manager sees to it.
+        """
         if entry.state is DecodeState.EARLY:
             self._num_early -= 1
         self._move(entry, event, DecodeState.GONE)
@@ -548,7 +550,7 @@ class DecodeService:
             self.timers.cancel((kind, entry.key))
 
     def _note_prefix(self, entry: Decode, num_cached: int) -> None:
-        """What this engine's own prefix cache had of a prompt; once per attempt."""
+        """Notes what this engine's own prefix cache had of a prompt, once for each attempt."""
         entry.num_cached_tokens = num_cached
         self._steps.looked_up(entry.key, num_cached, self._num_prompt_tokens(entry))
 
@@ -566,7 +568,7 @@ class DecodeService:
         self._link.stages(entry.key, self._request_number(entry), seconds)
 
     def status(self, seq: int) -> ReplicaStatus:
-        """For the link, which sends it; `seq` counts them."""
+        """The link asks for it and sends it. `seq` counts the statuses."""
         scheduler = self._scheduler
         self.counters.update(
             recomputed_tokens=scheduler.num_recomputed_tokens, padding_tokens=scheduler.num_padding_tokens

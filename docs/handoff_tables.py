@@ -17,7 +17,7 @@ import kv_transfer.config
 import protocol.messages
 import router.config
 from kv_transfer.state import DECODE_TABLE, DECODE_TIMERS, PREFILL_TABLE, PREFILL_TIMERS, E, S, Table
-from protocol.messages import AbortReason, EndKind, FinishReason, Role
+from protocol.messages import AbortReason, EndKind, FinishReason, PoolName, Role
 
 PAGE = Path(__file__).parent / "handoff.md"
 RECORDS = ("Address", "RequestKey", "Envelope", "End", "StageSeconds", "Logprobs", "TokenLogprobs")
@@ -94,7 +94,13 @@ def states(timers: Mapping[S, frozenset[T]]) -> Callable[[str], str]:
 def words(before: str) -> str:
     """The values of the small vocabularies that messages use."""
     said = {row[:2]: row[-1] for row in rows(before)}
-    names = {"Role": Role, "AbortReason": AbortReason, "EndKind": EndKind, "FinishReason": FinishReason}
+    names = {
+        "PoolName": PoolName,
+        "Role": Role,
+        "AbortReason": AbortReason,
+        "EndKind": EndKind,
+        "FinishReason": FinishReason,
+    }
     found = [(_code(name), _code(value)) for name, literal in names.items() for value in get_args(literal)]
     return _table(("type", "value", "meaning"), [(*row, said.get(row, "")) for row in found])
 

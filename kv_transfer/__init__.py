@@ -1,3 +1,3 @@
-"""Moves KV blocks between two engines: layout, lease words, transports, the handoff's transition table. Knows no
-scheduler.
+"""KV blocks move between two engines: layout, lease words, transports, the handoff's transition tables. Nothing here
+knows a scheduler.
 """

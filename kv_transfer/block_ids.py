@@ -11,7 +11,7 @@ from protocol.errors import PullFailed
 def checked_pairs(
     src_blocks: Sequence[int], num_src_blocks: int, dst_blocks: Sequence[int], num_dst_blocks: int
 ) -> tuple[Int64, Int64]:
-    """Both lists as int64 [n]. Raises PullFailed for ids outside their cache and for lists of unequal length."""
+    """Returns both as int64 [n]. Raises PullFailed for ids outside their cache and for lists of unequal length."""
     src, dst = _checked(src_blocks, num_src_blocks, "there"), _checked(dst_blocks, num_dst_blocks, "here")
     if len(src) != len(dst):
         raise PullFailed(f"{len(src)} blocks there for {len(dst)} here")
@@ -19,7 +19,7 @@ def checked_pairs(
 
 
 def merged_runs(src: Int64, dst: Int64) -> Int64:
-    """int64 [num_runs, 3]: first block there, first block here, number of blocks. A run ascends by one on both
+    """Returns int64 [num_runs, 3]: first block there, first block here, number of blocks. A run ascends by one on both
     sides.
     """
     if not len(src):

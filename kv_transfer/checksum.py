@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from kv_transfer.layout import Blocks
 
 Checksum = Callable[[Sequence[int]], tuple[int, ...]]
-"""Block ids of one cache -> CRC-32 of each block's bytes, in order."""
+"""It takes block ids of one cache and returns the CRC-32 of each block's bytes, in order."""
 
 
 def checksum_of(cache: Blocks) -> Checksum:
-    """For `cache`, uint8 [num_blocks, block_bytes]. A block must not be written while its checksum is computed."""
+    """`cache` is uint8 [num_blocks, block_bytes]. A block must not be written while its checksum is computed."""
     return lambda block_ids: tuple(zlib.crc32(cache[block_id]) for block_id in block_ids)

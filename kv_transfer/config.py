@@ -13,9 +13,11 @@ class TransferConfig:
     """How blocks travel, and how long each side of a handoff waits for the other."""
 
     transport: str = AUTO
-    """A name of kv_transfer/transports/registry.py; auto: the best that moves a nonce from peer to peer."""
+    """A name of kv_transfer/transports/registry.py. `auto` takes the best transport that moves a nonce from peer to
+    peer.
+    """
     checksum: bool = False
-    """Compare the bytes of pulled blocks too: each side reads them once more. A mismatch fails the attempt."""
+    """The bytes of pulled blocks are compared, too: each side reads them once more. A mismatch fails the attempt."""
     pull_timeout_s: float = 30.0
     """A pull that takes longer is asked to fail."""
     lease_s: float = 30.0
@@ -25,7 +27,7 @@ class TransferConfig:
     revoke_s: float = 5.0
     """A revoked lease waits this long for the decode engine's answer before its blocks are taken back."""
     max_early_handoffs: int = 1024
-    """Handoffs a decode engine keeps that came before their request."""
+    """A decode engine keeps so many handoffs that came before their request."""
 
     def __post_init__(self) -> None:
         if self.transport not in (AUTO, *registry.names()):

@@ -1,7 +1,8 @@
-"""What an endpoint says: one offer for each transport that can read the cache, each a JSON object with its `kind`.
+"""What an endpoint says: one offer for each transport that can read the cache. An offer is a JSON object with its
+`kind`.
 
-An endpoint of one offer is that object, one of several a list of them. Everything in an offer but its kind and the
-shape of the cache belongs to its transport.
+An endpoint of one offer is that object, an endpoint of several is a list of them. Everything in an offer but its kind
+and the shape of the cache belongs to its transport.
 """
 
 import json
@@ -15,19 +16,19 @@ Offer = dict[str, Any]
 
 
 def single(kind: str, *, num_blocks: int, block_bytes: int, **fields: Any) -> Endpoint:
-    """An endpoint of one offer."""
+    """Makes an endpoint of one offer."""
     return json.dumps({"kind": kind, "num_blocks": num_blocks, "block_bytes": block_bytes, **fields}).encode()
 
 
 def several(endpoints: Sequence[Endpoint]) -> Endpoint:
-    """One endpoint with the offers of all."""
+    """Makes one endpoint with the offers of all."""
     return (
         endpoints[0] if len(endpoints) == 1 else json.dumps([json.loads(endpoint) for endpoint in endpoints]).encode()
     )
 
 
 def offers(endpoint: Endpoint) -> list[Offer]:
-    """All offers of an endpoint. Raises PullFailed when it is none."""
+    """Returns all offers of an endpoint. Raises PullFailed for anything else."""
     try:
         content = json.loads(endpoint)
     except ValueError as error:
@@ -40,8 +41,8 @@ def offers(endpoint: Endpoint) -> list[Offer]:
 
 
 def offer_of(endpoint: Endpoint, kind: str, block_bytes: int) -> Offer:
-    """The offer for one transport. Raises PullFailed when there is none, LayoutMismatch when its blocks are not of
-    `block_bytes` bytes.
+    """Returns the offer for one transport. Raises PullFailed when there is none, LayoutMismatch when its blocks are not
+    of `block_bytes` bytes.
     """
     listed = offers(endpoint)
     for offer in listed:

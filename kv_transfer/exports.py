@@ -30,8 +30,8 @@ class Export:
         num_slots: int,
         num_peers: int,
     ) -> None:
-        """`name`: of the shared-memory file. `device`: the GPU whose memory the cache is to take; None: host memory.
-        Raises CapacityError, or ConfigError where the configured transport cannot work here.
+        """`name` is the shared-memory file's. `device` is the GPU whose memory the cache is to take; None means host
+        memory. Raises CapacityError, or ConfigError where the configured transport cannot work here.
         """
         with ExitStack() as resources:
             segment = SharedSegment.create(

@@ -10,17 +10,17 @@ import numpy.typing as npt
 LAYOUT_VERSION = 1
 
 Blocks = npt.NDArray[np.uint8]
-"""uint8 [num_blocks, block_bytes]: a cache in host memory, each row one block."""
+"""A cache in host memory, uint8 [num_blocks, block_bytes]: each row is one block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
-    """Block-major: one tensor [num_blocks, num_layers, 2 (K, V), num_kv_heads, block_size, head_dim]; a block is one
-    contiguous piece.
+    """A cache is block-major: one tensor [num_blocks, num_layers, 2 (K, V), num_kv_heads, block_size, head_dim], in
+    which a block is one contiguous piece.
     """
 
     model: str
-    """Fingerprint of the weights, not a name: two models of one shape must not pair."""
+    """It is a fingerprint of the weights and not a name: two models of one shape must not pair."""
     dtype: str
     """"bfloat16", "float16", "float32" or "int64"."""
     num_layers: int
@@ -46,6 +46,6 @@ class KVLayout:
         return (num_blocks, self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
 
     def fingerprint(self) -> bytes:
-        """16 bytes; equal exactly when blocks may be copied byte for byte."""
+        """Returns 16 bytes, which are equal exactly when blocks may be copied byte for byte."""
         text = json.dumps({"version": LAYOUT_VERSION, **asdict(self)}, sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).digest()

@@ -1,7 +1,7 @@
-"""Lease words at the prefill side: 8 bytes a lease, in memory that decode engines can read.
+"""Lease words at the prefill side: each lease has 8 bytes in memory that decode engines can read.
 
 A decode engine reads the bytes of a block, passes a barrier, then reads the word. The prefill engine clears the word,
-passes a barrier, then frees the block. So whoever still sees the word has read bytes of before the clearing.
+passes a barrier, then frees the block. So whoever still sees the word has read bytes from before the clearing.
 """
 
 import threading
@@ -10,19 +10,19 @@ from protocol.arrays import UInt64
 from protocol.errors import CapacityError
 
 Words = UInt64
-"""uint64 [num_slots]; 0 where no lease is live."""
+"""uint64 [num_slots]. A word is 0 where no lease is live."""
 
 _fence = threading.Lock()
 
 
 def barrier() -> None:
-    """A full memory fence: taking and releasing a lock is one on every platform Python runs on."""
+    """This is a full memory fence: taking and releasing a lock is one on every platform that Python runs on."""
     with _fence:
         pass
 
 
 def read_word(words: Words, slot: int) -> int:
-    """The decode side's read: the word as it is now, after every byte that was read before."""
+    """This is the decode side's read: the word as it is now, after every byte that was read before."""
     barrier()
     return int(words[slot])
 
@@ -43,23 +43,25 @@ class LeaseTable:
 
     @property
     def num_live(self) -> int:
-        """Slots allocated now."""
+        """Slots that are allocated now."""
         return self.num_slots - len(self._free)
 
     def next_lease_id(self) -> int:
-        """`epoch << 32 | counter`, counter from 1: no value comes twice in the life of a deployment."""
+        """Returns `epoch << 32 | counter`. The counter begins with 1, so no value comes twice in the life of a
+        deployment.
+        """
         self._counter += 1
         if self._counter >> 32:
             raise CapacityError(f"lease ids: epoch {self._epoch} has used all {2**32 - 1}")
         return self._epoch << 32 | self._counter
 
     def allocate(self) -> int | None:
-        """A slot whose word is 0; None when all are taken."""
+        """Returns a slot whose word is 0; None when all are taken."""
         return self._free.pop() if self._free else None
 
     def free(self, slot: int) -> None:
-        """Gives a slot back, cleared before. It may be allocated again at once: its next word differs from every
-        earlier one.
+        """Gives a slot back that was cleared before. It may be allocated again at once: its next word differs from
+        every earlier one.
         """
         if self._words[slot]:
             raise ValueError(f"lease slot {slot} is freed while its word is {int(self._words[slot]):#x}")
@@ -71,6 +73,6 @@ class LeaseTable:
         self._words[slot] = lease_id
 
     def clear(self, slot: int) -> None:
-        """The fence: only after it may the lease's blocks be freed."""
+        """This is the fence: only after it may the lease's blocks be freed."""
         self._words[slot] = 0
         barrier()

@@ -1,8 +1,8 @@
 """A file in POSIX shared memory: header, lease words, KV cache. One prefill engine creates it, decode engines map it
 read-only.
 
-The cache of an engine on a GPU lies there; its file has lease words, and in the cache's place the channels of
-`host_staged`, if any.
+The cache of an engine on a GPU lies in the GPU's memory, and its file has lease words alone. `host_staged` keeps its
+channels in another file, in the cache's place.
 
     0        header: magic, version, sizes, offsets, nonce
     4096     lease words, uint64 [num_slots]
@@ -36,11 +36,11 @@ _PAGE = 4096
 _MAGIC = b"twopass\0"
 _VERSION = 1
 _HEADER = struct.Struct("<8sQQQQQ16s")
-"""magic, version, block_bytes, num_blocks, num_slots, offset of the cache, nonce"""
+"""Its fields are magic, version, block_bytes, num_blocks, num_slots, offset of the cache, nonce."""
 
 
 class SharedSegment:
-    """Use `create` or `open`. Arrays stay valid for as long as someone refers to them, also after `close`."""
+    """`create` and `open` make one. Arrays stay valid for as long as someone refers to them, also after `close`."""
 
     def __init__(self, path: Path, memory: mmap.mmap, lock_fd: int | None) -> None:
         _, _, block_bytes, num_blocks, num_slots, cache_offset, nonce = _HEADER.unpack_from(memory)
@@ -57,7 +57,7 @@ class SharedSegment:
     def create(
         cls, name: str, *, block_bytes: int, num_blocks: int, num_slots: int, directory: Path = DIRECTORY
     ) -> "SharedSegment":
-        """A zeroed segment `twopass-<name>` whose pages all exist: no later access can lack memory.
+        """Makes a zeroed segment `twopass-<name>` whose pages all exist: no later access can lack memory.
 
         Raises CapacityError when there is too little shared memory, or a live process owns that name.
         """
@@ -109,8 +109,8 @@ class SharedSegment:
 
 
 def open_verified(path: Path, nonce: bytes, flags: int) -> int:
-    """File descriptor of the segment that was offered. Raises PullFailed when it is gone, or another one lies at its
-    path.
+    """Returns a file descriptor of the segment that was offered. Raises PullFailed when it is gone, or another one lies
+    at its path.
     """
     try:
         fd = os.open(path, flags)
@@ -129,7 +129,7 @@ def open_verified(path: Path, nonce: bytes, flags: int) -> int:
 
 
 def owner_lives(fd: int) -> bool:
-    """Whether the segment's creator still runs and has not closed it: it holds the lock on the file for so long."""
+    """Says whether the segment's creator still runs and has not closed it: for so long it holds the file's lock."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -160,7 +160,7 @@ def _remove_if_stale(path: Path) -> bool:
 
 @contextmanager
 def _locked(fd: int) -> Iterator[bool]:
-    """Whether the file could be locked, without waiting."""
+    """Says whether the file could be locked. It does not wait."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -170,7 +170,7 @@ def _locked(fd: int) -> Iterator[bool]:
 
 
 def _is_at(fd: int, path: Path) -> bool:
-    """Whether the open file is still the one at `path`: a remover may have been faster than our lock."""
+    """Says whether the open file is still the one at `path`: a remover may have been faster than our lock."""
     try:
         return os.path.samestat(os.fstat(fd), path.stat())
     except FileNotFoundError:
@@ -178,7 +178,9 @@ def _is_at(fd: int, path: Path) -> bool:
 
 
 def _create_locked(path: Path) -> int:
-    """A new empty file, locked. One that a dead process left is replaced. Raises CapacityError if its owner lives."""
+    """Makes a new empty file and locks it. A file that a dead process left is replaced. Raises CapacityError if its
+    owner lives.
+    """
     while True:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class AutoTransport:
-    """Tries `candidates`, best first, with each peer. `name`: the one chosen last, "auto" before."""
+    """Tries `candidates`, best first, with each peer. `name` is that of the one chosen last, and "auto" before."""
 
     def __init__(
         self,
@@ -28,8 +28,8 @@ class AutoTransport:
         absent: Sequence[str] = (),
         facts: Callable[[Endpoint], str] = lambda endpoint: "",
     ) -> None:
-        """`absent`: transports that cannot work here, each with its reason. `facts`: what lies between a peer and us,
-        for the log.
+        """`absent` are transports that cannot work here, each with its reason. `facts` says what lies between a peer
+        and us, for the log.
         """
         self.name = AUTO
         self._candidates, self._absent, self._facts = candidates, absent, facts
@@ -58,8 +58,8 @@ class AutoTransport:
 
 
 def choose(config: TransferConfig, cache: KVCache, notify: Notify) -> Transport:
-    """The transport of one decode engine, pulling into `cache`. Raises ConfigError where the configured one cannot work
-    here.
+    """Returns the transport of one decode engine, which pulls into `cache`. Raises ConfigError where the configured one
+    cannot work here.
     """
     made, reasons = possible(config, cache.memory, lambda transport: transport.import_into(cache, notify))
     if config.transport != AUTO:
@@ -77,8 +77,8 @@ def choose(config: TransferConfig, cache: KVCache, notify: Notify) -> Transport:
 def possible(
     config: TransferConfig, memory: MemoryKind, make: Callable[[TwoSided], T]
 ) -> tuple[dict[str, T], list[str]]:
-    """What `make` gives for each configured transport between caches in such memory: by name, best first, and the
-    reasons of those that cannot work here. Raises ConfigError where none can.
+    """Returns what `make` gives for each configured transport between caches in such memory, by name and best first,
+    and the reasons of those that cannot work here. Raises ConfigError where none can.
     """
     able = names(memory)
     if config.transport not in (AUTO, *able):

@@ -15,37 +15,37 @@ from protocol.errors import ProtocolError
 
 
 class PrefillState(StrEnum):
-    """One attempt at the prefill engine. GONE: before its request and after its end."""
+    """One attempt at the prefill engine. It is GONE before its request and after its end."""
 
     GONE = "gone"
     WAITING = "waiting"
     RUNNING = "running"
-    """Owns the blocks of its whole prompt. Leased, too, from its first handoff on."""
+    """The attempt owns the blocks of its whole prompt. From its first handoff on they are leased, too."""
     LEASED = "leased"
-    """Final handoff sent; the lease owns the blocks, the lease timer runs."""
+    """The final handoff was sent; the lease owns the blocks, the lease timer runs."""
     REVOKING = "revoking"
-    """Wants its blocks back; the revoke timer runs until the decode engine answers."""
+    """The engine wants its blocks back; the revoke timer runs until the decode engine answers."""
 
 
 class DecodeState(StrEnum):
-    """One attempt at the decode engine. GONE: before its first message and after its end."""
+    """One attempt at the decode engine. It is GONE before its first message and after its end."""
 
     GONE = "gone"
     EARLY = "early"
-    """A handoff without its request. No blocks."""
+    """A handoff without its request; it has no blocks."""
     WAITING = "waiting"
     """A request without blocks."""
     RESERVED = "reserved"
-    """Owns its whole destination; pulls."""
+    """The attempt owns its whole destination and pulls into it."""
     DRAINING = "draining"
-    """Ended, but a pull still writes into its destination."""
+    """The attempt has ended, but a pull still writes into its destination."""
     RUNNING = "running"
 
 
 class PrefillEvent(StrEnum):
     REQUEST = "request"
     CANNOT_SERVE = "cannot_serve"
-    """Draining, or the prompt can never fit."""
+    """The engine drains, or the prompt can never fit."""
     ADMITTED = "admitted"
     CHUNK = "chunk"
     """A chunk was committed that is not the last."""
@@ -71,19 +71,19 @@ class DecodeEvent(StrEnum):
     CANNOT_SERVE = "cannot_serve"
     RESERVED = "reserved"
     ADMITTED = "admitted"
-    """To be prefilled here: no peer."""
+    """The prompt is to be computed here: there is no peer."""
     PULL_STARTED = "pull_started"
     PULL_VERIFIED = "pull_verified"
     PULL_FAILED = "pull_failed"
     """The bytes did not come, or the lease word had changed."""
     PULL_ENDED = "pull_ended"
-    """Terminal either way, and nobody wants it."""
+    """The pull is terminal either way, and nobody wants it."""
     ARRIVED = "arrived"
-    """Final and all verified."""
+    """The handoff is final and all of it is verified."""
     FINISHED = "finished"
     STEP_FAILED = "step_failed"
     RETURNED = "returned"
-    """Preempted in mode remote."""
+    """The sequence was preempted in mode remote."""
     ABORT = "abort"
     DEADLINE = "deadline"
     ROUTER_GONE = "router_gone"
@@ -101,9 +101,8 @@ Table = Mapping[tuple[S, E], frozenset[S]]
 
 
 def advance(table: Table[S, E], state: S, event: E, to: S | None = None) -> S:
-    """The state after `event`. `to` is the one the guard chose; it may be left out where only one is listed.
-
-    Raises ProtocolError when the table does not list the event in this state, or not with this outcome.
+    """Returns the state after `event`. `to` is the one that the guard chose; it may be left out where only one is
+    listed. Raises ProtocolError when the table does not list the event in this state, or not with this outcome.
     """
     listed = table.get((state, event))
     if listed is None:
@@ -118,7 +117,9 @@ def advance(table: Table[S, E], state: S, event: E, to: S | None = None) -> S:
 
 
 def _table(rows: list[tuple[tuple[S, ...], tuple[E, ...], tuple[S, ...] | None]]) -> Table[S, E]:
-    """Rows of (states, events, next states); None: stay. Raises ValueError for a pair given twice."""
+    """Makes a table of rows of (states, events, next states), where None means that the state stays. Raises ValueError
+    for a pair given twice.
+    """
     table: dict[tuple[S, E], frozenset[S]] = {}
     for states, events, following in rows:
         for state in states:
@@ -193,8 +194,9 @@ PREFILL_TIMERS: Mapping[PrefillState, frozenset[PrefillTimer]] = {
     PrefillState.LEASED: frozenset({"lease"}),
     PrefillState.REVOKING: frozenset({"revoke"}),
 }
-"""Which timers may run in a state. What waits for another process's answer has one: LEASED for decode's release,
-REVOKING for its refusal. WAITING and RUNNING end by this engine's own steps."""
+"""Timers that may run in a state. What waits for another process's answer has one: LEASED for decode's release,
+REVOKING for its refusal. WAITING and RUNNING end by this engine's own steps.
+"""
 
 DECODE_TIMERS: Mapping[DecodeState, frozenset[DecodeTimer]] = {
     DecodeState.GONE: frozenset(),
@@ -204,6 +206,6 @@ DECODE_TIMERS: Mapping[DecodeState, frozenset[DecodeTimer]] = {
     DecodeState.DRAINING: frozenset({"pull"}),
     DecodeState.RUNNING: frozenset({"deadline"}),
 }
-"""As above. The pull's own timer runs in every state that a pull may write in, so that one that never ends by itself is
-asked to.
+"""Timers that may run in a state. The pull's own timer runs in every state that a pull may write in, so that one that
+never ends by itself is asked to.
 """

@@ -17,26 +17,26 @@ from kv_transfer.device.device import KVCache, MemoryKind
 from kv_transfer.segment import SharedSegment
 
 Endpoint = bytes
-"""Opaque to everyone but the same transport on the other side; travels in `Hello` and `PeerUp`."""
+"""It is opaque to everyone but the same transport on the other side, and travels in `Hello` and `PeerUp`."""
 
 Notify = Callable[[], None]
-"""Called from any thread whenever a pull is terminal."""
+"""It is called from any thread whenever a pull is terminal."""
 
 
 class Pending(Protocol):
-    """One pull under way. Terminal exactly once; only then may the destination blocks be freed."""
+    """One pull under way. It becomes terminal exactly once; only then may the destination blocks be freed."""
 
     def poll(self) -> bool:
-        """True once terminal: all bytes are there, or none will come any more. Never blocks."""
+        """True once the pull is terminal: all bytes are there, or none will come any more. It never blocks."""
         ...
 
     @property
     def error(self) -> str:
-        """Empty when the bytes arrived; else why not. Meaningful only once terminal."""
+        """Empty when the bytes arrived, else why they did not. It means something only once the pull is terminal."""
         ...
 
     def cancel(self) -> None:
-        """Asks the transport to fail the pull soon. It still becomes terminal by itself."""
+        """Asks the transport to fail the pull soon. The pull still becomes terminal by itself."""
         ...
 
 
@@ -50,7 +50,7 @@ class Peer(Protocol):
         ...
 
     def read_word(self, slot: int) -> int:
-        """The lease word as it is now. Full barrier before the read."""
+        """Returns the lease word as it is now. A full barrier comes before the read."""
         ...
 
     def close(self) -> None:
@@ -80,9 +80,9 @@ class ExportedCache:
     cache: KVCache
     """On a GPU the segment's nonce lies behind the last block."""
     segment: SharedSegment
-    """Lease words and nonce. Holds the cache, too, if that lies in host memory."""
+    """It holds lease words and nonce, and the cache, too, if that lies in host memory."""
     num_peers: int
-    """Decode engines that may connect at once."""
+    """So many decode engines may connect at once."""
 
 
 class TwoSided(Protocol):

@@ -8,6 +8,8 @@
  6. whatever else ends an offered request: `KVRevoke`, then decode's answer or a fence  REVOKING, gone
 
 Safety is one order, kept in `_free`: clear the word, pass a barrier, then free.
+
+The file has more than 300 lines because it is one state table, which is read row by row.
 """
 
 import logging
@@ -54,8 +56,8 @@ _TIMERS: frozenset[PrefillTimer] = frozenset(get_args(PrefillTimer))
 
 @dataclass(slots=True)
 class Prefill:
-    """One attempt on this engine. Its blocks are the scheduler's until the last commit or the revoke, ours
-    (`block_ids`) after.
+    """One attempt on this engine. The scheduler owns its blocks until the last commit or the revoke, this entry
+    (`block_ids`) afterwards.
     """
 
     request: EngineRequest
@@ -63,14 +65,14 @@ class Prefill:
     state: PrefillState = PrefillState.GONE
     block_ids: list[int] | None = None
     lease_id: int = 0
-    """0 until the first handoff is sent."""
+    """It is 0 until the first handoff is sent."""
     lease_index: int = -1
     num_offered_tokens: int = 0
     checksums: tuple[int, ...] = ()
-    """Of the offered blocks, where blocks are checked."""
+    """Checksums of the offered blocks, where blocks are checked."""
     final_sent: bool = False
     report: EndKind | None = None
-    """In REVOKING: what the router is told when it is over; None: nothing."""
+    """What the router is told when REVOKING is over; None if nothing."""
     num_cached_tokens: int = 0
 
     @property
@@ -87,10 +89,12 @@ class Lease(NamedTuple):
 
 
 class PrefillService:
-    """Decides; executes nothing. A shell or the simulator drives it: handle, tick, schedule, commit, and an outbox."""
+    """Decides; it executes nothing. A shell or the simulator calls `handle`, `tick`, `schedule` and `commit`, and sends
+    what is in the outbox.
+    """
 
     def __init__(self, engine: EngineParts, *, leases: LeaseTable, config: TransferConfig, cache: KVCache) -> None:
-        """`cache`: what is offered; its bytes are read here only for checksums."""
+        """Blocks of `cache` are offered; their bytes are read here only for checksums."""
         self.address = engine.address
         self.outbox: list[tuple[Address, Message]] = []
         self._scheduler = engine.scheduler
@@ -131,11 +135,11 @@ class PrefillService:
     # ---- the four verbs of a service
 
     def handle(self, envelope: Envelope) -> None:
-        """One message, in its sender's order. Stale epochs are dropped."""
+        """Takes one message, in its sender's order. Messages of stale epochs are dropped."""
         self._link.handle(envelope)
 
     def tick(self) -> None:
-        """Timers, the router's silence, the drain deadline, the status."""
+        """Looks at timers, the router's silence and the drain deadline, and sends the status when it is due."""
         now = self._clock()
         for kind, key in self.timers.due(now):
             entry = self._entries.get(key)
@@ -202,7 +206,7 @@ class PrefillService:
 
     @property
     def idle(self) -> bool:
-        """Nothing live: no request, no lease."""
+        """Nothing is live: no request, no lease."""
         return not self._entries and self._scheduler.idle
 
     def keys(self) -> set[RequestKey]:
@@ -294,7 +298,7 @@ class PrefillService:
     # ---- steps
 
     def _on_prompt_done(self, entry: Prefill, done: PromptDone) -> None:
-        """The last chunk: ownership of the blocks passes from the scheduler to this entry."""
+        """The last chunk was computed: ownership of the blocks passes from the scheduler to this entry."""
         request = entry.request
         entry.block_ids = done.block_ids
         self._link.stages(request.key, request.request_number, entry.timeline.close(), entry.num_cached_tokens)
@@ -408,7 +412,9 @@ class PrefillService:
         self._forget(entry, event)
 
     def _report(self, entry: Prefill, kind: EndKind, error: str) -> None:
-        """Tells the router of an end that is not its own doing, and what the prefix cache had if the attempt began."""
+        """Tells the router of an end that is not the router's doing, and what the prefix cache had if the attempt
+        began.
+        """
         key, request_number = entry.request.key, entry.request.request_number
         if entry.state is not PrefillState.WAITING:
             self._link.stages(key, request_number, {}, entry.num_cached_tokens)
@@ -428,7 +434,9 @@ class PrefillService:
         self._tell_revoked(entry, reason)
 
     def _forget(self, entry: Prefill, event: PrefillEvent) -> None:
-        """Fence, free, gone. A step in flight keeps its blocks until its commit (the block manager sees to it)."""
+        """Passes the fence, frees the blocks, forgets the attempt. A step in flight keeps its blocks until its commit:
+        the block manager sees to it.
+        """
         key = entry.request.key
         self._move(entry, event, PrefillState.GONE)
         if entry.lease_id:
@@ -447,5 +455,5 @@ class PrefillService:
             self.timers.cancel((kind, entry.request.key))
 
     def status(self, seq: int) -> ReplicaStatus:
-        """For the link, which sends it; `seq` counts them."""
+        """The link asks for it and sends it. `seq` counts the statuses."""
         return self._steps.status(self._scheduler, seq, draining=self._link.draining, num_leases=self._leases.num_live)

@@ -46,7 +46,7 @@ class Replica:
     incoming: Incoming
     outgoing: Outgoing
     endpoint: bytes
-    """Of a prefill engine's cache in the network."""
+    """Names a prefill engine's cache in the network."""
     service: PrefillService | DecodeService = field(init=False)
     executing: deque[tuple[Batch, float]] = field(default_factory=deque)
     """(batch, seconds it takes) scheduled and not committed, the one that runs first."""

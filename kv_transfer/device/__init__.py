@@ -1,3 +1,3 @@
-"""A GPU as transfers see it: the few calls it must answer, the driver and a fake that answer them, the pool that peers
-map.
+"""A GPU as transfers see it: the few calls that it must answer, the driver and a fake that answer them, and the pool
+that peers map.
 """

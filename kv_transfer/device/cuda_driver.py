@@ -1,7 +1,8 @@
-"""The CUDA driver behind `Device`: thin, by ctypes, and the only place that calls it.
+"""The CUDA driver behind `Device`. Only this file calls it, through ctypes.
 
-The driver API and not the runtime's: `libcuda.so.1` comes with the GPU's driver under one name and one ABI, while torch
-brings a runtime of its own version. Both work in the device's primary context, so pointers and streams are torch's too.
+It is the driver's API and not the runtime's: `libcuda.so.1` comes with the GPU's driver under one name and one ABI,
+while torch brings a runtime of its own version. Both work in the device's primary context, so pointers and streams are
+torch's, too.
 """
 
 import ctypes
@@ -20,7 +21,7 @@ HANDLE_BYTES = 64
 
 
 class _IpcHandle(ctypes.Structure):
-    """CUipcMemHandle; passed by value."""
+    """CUipcMemHandle. It is passed by value."""
 
     _fields_ = (("reserved", c_ubyte * HANDLE_BYTES),)
 

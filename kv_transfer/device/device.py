@@ -16,10 +16,11 @@ MemoryKind = Literal["host", "GPU"]
 """The kinds of memory that a KV cache may lie in."""
 
 Tensor = Any
-"""uint8 [num_blocks, block_bytes] in GPU memory: torch's on a real device. Passes through transfers unread."""
+"""uint8 [num_blocks, block_bytes] in GPU memory, torch's on a real device. Transfers pass it on and do not read it."""
 
 Gather = Callable[[Tensor, Any, Tensor, Any], None]
-"""(source, source ids, destination, destination ids): a kernel that copies whole blocks, ids int64 [n] in GPU memory.
+"""A kernel that copies whole blocks: (source, source ids, destination, destination ids). The ids are int64 [n] in GPU
+memory.
 """
 
 
@@ -27,20 +28,20 @@ class Device(Protocol):
     ordinal: int
     """The device's number in this process."""
     bus_id: str
-    """PCI bus id: the same in every process, whatever devices a process is shown."""
+    """The PCI bus id is the same in every process, whatever devices a process is shown."""
 
     def allocate(self, num_bytes: int) -> int:
-        """Memory outside torch's caching allocator, so that it can be shared whole. Raises CapacityError."""
+        """The memory is outside torch's caching allocator, so that it can be shared whole. Raises CapacityError."""
         ...
 
     def free(self, pointer: int) -> None: ...
 
     def share(self, pointer: int) -> bytes:
-        """64 bytes with which another process can `open` an allocation."""
+        """Returns 64 bytes with which another process can `open` an allocation."""
         ...
 
     def open(self, handle: bytes) -> int:
-        """Maps another process's allocation. Refused in the process that owns it."""
+        """Maps another process's allocation. The process that owns it is refused."""
         ...
 
     def close(self, pointer: int) -> None:
@@ -48,7 +49,7 @@ class Device(Protocol):
         ...
 
     def reaches(self, bus_id: str) -> bool | None:
-        """Whether this GPU can read that one's memory directly; None when that one is not visible in this process."""
+        """Says whether this GPU can read that one's memory directly; None when that one is not visible here."""
         ...
 
     def pin(self, address: int, num_bytes: int) -> None:
@@ -58,7 +59,7 @@ class Device(Protocol):
     def unpin(self, address: int) -> None: ...
 
     def create_stream(self) -> int:
-        """Never waits for the default stream, nor that for it."""
+        """The stream never waits for the default stream, nor that for it."""
         ...
 
     def destroy_stream(self, stream: int) -> None: ...
@@ -68,7 +69,7 @@ class Device(Protocol):
     def destroy_event(self, event: int) -> None: ...
 
     def copy(self, dst: int, src: int, num_bytes: int, stream: int) -> None:
-        """Starts a copy between any two of: memory here, opened memory, pinned host memory."""
+        """Starts a copy between any two of these: memory here, opened memory, pinned host memory."""
         ...
 
     def clear(self, pointer: int, num_bytes: int, stream: int) -> None:
@@ -82,23 +83,23 @@ class Device(Protocol):
     def record(self, event: int, stream: int) -> None: ...
 
     def reached(self, event: int) -> bool:
-        """Whether everything before the event has ended. Raises PullFailed when some of it failed."""
+        """Says whether everything before the event has ended. Raises PullFailed when some of it failed."""
         ...
 
     def tensor(self, pointer: int, num_blocks: int, block_bytes: int) -> Tensor:
-        """A view of memory that somebody else owns and that must outlive it; a peer's too, once opened."""
+        """Returns a view of memory that somebody else owns and that must outlive it. It may be an opened peer's."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """Where a KV cache lies: `num_blocks` blocks of `block_bytes` bytes from `pointer` on. Owns nothing."""
+    """Where a KV cache lies: `num_blocks` blocks of `block_bytes` bytes begin at `pointer`. It owns nothing."""
 
     pointer: int
     num_blocks: int
     block_bytes: int
     tensor: Tensor
-    """uint8 [num_blocks, block_bytes]: numpy's array in host memory, the device's tensor on a GPU."""
+    """uint8 [num_blocks, block_bytes]: an array of numpy in host memory, the device's tensor on a GPU."""
     device: Device | None = None
     """The GPU whose memory it is; None: host memory."""
     gather: Gather | None = None
@@ -110,7 +111,7 @@ class KVCache:
 
     @classmethod
     def on_gpu(cls, device: Device, tensor: Tensor, gather: Gather | None = None) -> "KVCache":
-        """All of a contiguous torch tensor, uint8 [num_blocks, block_bytes], in the memory of `device`."""
+        """Describes all of a contiguous torch tensor, uint8 [num_blocks, block_bytes], in the memory of `device`."""
         return cls(tensor.data_ptr(), tensor.shape[0], tensor.shape[1], tensor, device, gather)
 
     @property

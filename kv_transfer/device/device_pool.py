@@ -11,13 +11,13 @@ from protocol.arrays import Int64
 from protocol.errors import PullFailed
 
 POLL_S = 50e-6
-"""Between two questions to the driver whether an event was reached. Transfers wait beside the engine, never in its
-thread.
+"""Seconds between two questions to the driver whether an event was reached. Transfers wait beside the engine, never in
+its thread.
 """
 PROOF_S = 2.0
-"""For a copy of a few bytes; longer, and the GPU is taken for dead."""
+"""A GPU that takes longer for a copy of a few bytes is taken for dead."""
 GRANULE_BYTES = 2 << 20
-"""CUDA shares memory in such pieces: a smaller allocation could show a peer what else lies in its piece."""
+"""CUDA shares memory in pieces of so many bytes: a smaller allocation could show a peer what else lies in its piece."""
 
 _abandoned: list[object] = []
 """Host memory that a GPU which did not answer in time may still write to."""
@@ -56,7 +56,7 @@ class DeviceStream:
         return self._device.reached(self._events[event])
 
     def wait(self, event: int, timeout_s: float | None = None) -> None:
-        """Until all that was started before the event has ended. Raises PullFailed when it failed, or after
+        """Returns when all that was started before the event has ended. Raises PullFailed when it failed, or after
         `timeout_s`.
         """
         started_at = time.monotonic()
@@ -66,16 +66,16 @@ class DeviceStream:
             time.sleep(POLL_S)
 
     def drain(self, timeout_s: float | None = None) -> None:
-        """Until everything started on this stream has ended."""
+        """Returns when everything started on this stream has ended."""
         self.record(-1)
         self.wait(-1, timeout_s)
 
     def read(self, pointer: int, num_bytes: int) -> bytes:
-        """A few bytes of GPU memory. Raises PullFailed."""
+        """Reads a few bytes of GPU memory. Raises PullFailed."""
         return self._through_host(bytes(num_bytes), lambda address: self.copy(address, pointer, num_bytes))
 
     def write(self, pointer: int, content: bytes) -> None:
-        """A few bytes into GPU memory. Raises PullFailed."""
+        """Writes a few bytes into GPU memory. Raises PullFailed."""
         self._through_host(content, lambda address: self.copy(pointer, address, len(content)))
 
     def close(self) -> None:
@@ -95,8 +95,8 @@ class DeviceStream:
 
 
 class DevicePool:
-    """A cache that peers may map, zeroed, followed by a nonce. Its owner closes it once the runner and every tensor of
-    it are gone.
+    """A zeroed cache that peers may map, with a nonce behind its last block. Its owner closes it once the runner and
+    every tensor of it are gone.
     """
 
     def __init__(self, device: Device, nonce: bytes, *, num_blocks: int, block_bytes: int) -> None:

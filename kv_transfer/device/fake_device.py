@@ -31,17 +31,19 @@ class Marker:
 
 
 class FakeDevice:
-    """`name`: of its memory's files, unique on the machine. `peers`: the bus ids it reaches; another one's memory
-    cannot be opened.
+    """`name` begins the names of its memory's files and is unique on the machine. `peers` are the bus ids that it
+    reaches; another one's memory cannot be opened.
     """
 
     def __init__(self, name: str, bus_id: str = "fake:0", peers: frozenset[str] = frozenset({"fake:0"})) -> None:
         self.ordinal = 0
         self.bus_id = bus_id
         self.stalled = threading.Event()
-        """Set once work was asked for and not done."""
+        """It is set once work was asked for and not done."""
         self.failures: dict[str, str] = {}
-        """Name of a call (`copy`, `reached`, `open`, ...) -> the driver's text it fails with from now on."""
+        """The driver's text that a call fails with from now on, by the name of the call (`copy`, `reached`, `open`,
+        ...).
+        """
         self.num_copies = 0
         self.num_gathers = 0
         self.pinned: dict[int, int] = {}
@@ -52,12 +54,12 @@ class FakeDevice:
         self._owned: dict[int, SharedSegment] = {}
         self._opened: dict[int, tuple[SharedSegment, int]] = {}
         self._streams: dict[int, deque[Callable[[], None] | Marker]] = {}
-        """Work not done yet, in order."""
+        """Work that is not done yet, in order."""
         self._recorded: dict[int, tuple[int, Marker]] = {}
-        """Event -> stream and marker of its last record, until that is reached."""
+        """Stream and marker of each event's last record, until that is reached."""
 
     def stall_after(self, num_copies: int) -> None:
-        """So many more run, then no work at all."""
+        """So many more copies run, then no work at all."""
         with self._lock:
             self._num_copies_left = num_copies
             self.stalled.clear()
@@ -178,7 +180,7 @@ class FakeDevice:
             return True
 
     def tensor(self, pointer: int, num_blocks: int, block_bytes: int) -> Tensor:
-        """A numpy array: so nothing here needs torch."""
+        """It is an array of numpy, so that nothing here needs torch."""
         memory = (ctypes.c_ubyte * (num_blocks * block_bytes)).from_address(pointer)
         return np.ctypeslib.as_array(memory).reshape(num_blocks, block_bytes)
 

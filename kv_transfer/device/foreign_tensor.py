@@ -1,8 +1,8 @@
 """A torch tensor over memory that torch did not allocate: our own pool, or a peer's that is mapped here. Triton takes
 it like any other.
 
-Through DLPack, because it names the device itself: of a pointer into a peer's memory CUDA may say that it lies on a GPU
-which this process is not even shown, and torch would refuse it.
+It goes through DLPack, because that names the device itself: of a pointer into a peer's memory CUDA may say that it
+lies on a GPU which this process is not even shown, and torch would refuse it.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ CPU, CUDA = 1, 2
 
 
 class _DLTensor(ctypes.Structure):
-    """dlpack.h, DLTensor, flattened: the nested device and data type hold the same bytes in the same places."""
+    """DLTensor of dlpack.h, flattened: the nested device and data type hold the same bytes in the same places."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -33,13 +33,15 @@ class _DLTensor(ctypes.Structure):
 
 _UNSIGNED = 1
 _described: list[object] = []
-"""Descriptions of tensors, 100 bytes each: torch may look at one for as long as its tensor lives, so they stay for
+"""Descriptions of tensors, 100 bytes each. Torch may look at one for as long as its tensor lives, so they stay for
 ever.
 """
 
 
 def foreign_tensor(pointer: int, num_blocks: int, block_bytes: int, device_type: int, ordinal: int) -> Any:
-    """uint8 [num_blocks, block_bytes]. Owns nothing: the memory must outlive the tensor and every view of it."""
+    """Returns uint8 [num_blocks, block_bytes]. The tensor owns nothing: the memory must outlive it and every view of
+    it.
+    """
     from torch.utils.dlpack import from_dlpack  # where a runner computes with torch, it is loaded already
 
     shape = (ctypes.c_int64 * 2)(num_blocks, block_bytes)

@@ -9,7 +9,7 @@ from protocol.errors import PullFailed
 
 
 def between(device: Device, peer_bus_id: str) -> str:
-    """ "peer access yes, NVLink no", "same GPU", or what is not known and why."""
+    """Returns "peer access yes, NVLink no", "same GPU", or what is not known and why."""
     if peer_bus_id == device.bus_id:
         return "same GPU"
     return f"peer access {_peer_access(device, peer_bus_id)}, NVLink {_nvlink(device.bus_id, peer_bus_id)}"
@@ -24,7 +24,7 @@ def _peer_access(device: Device, peer_bus_id: str) -> str:
 
 
 def _nvlink(bus_id: str, peer_bus_id: str) -> str:
-    """By the management library, which sees all GPUs of the machine, whatever devices a process is shown."""
+    """Asks the management library, which sees all GPUs of the machine, whatever devices a process is shown."""
     try:
         nvml = import_module("pynvml")
     except ModuleNotFoundError:

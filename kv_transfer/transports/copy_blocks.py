@@ -16,7 +16,7 @@ from protocol.arrays import Int64
 
 
 def _copy_rows(destination: Blocks, source: Blocks, dst_rows: Int64, src_rows: Int64) -> None:
-    """destination[dst_rows[i]] = source[src_rows[i]]; row numbers are not checked."""
+    """Does destination[dst_rows[i]] = source[src_rows[i]] for all i. Row numbers are not checked."""
     for i in range(len(dst_rows)):
         dst, src = dst_rows[i], src_rows[i]
         for j in range(destination.shape[1]):
@@ -24,7 +24,7 @@ def _copy_rows(destination: Blocks, source: Blocks, dst_rows: Int64, src_rows: I
 
 
 def _copy_whole_rows(destination: Blocks, source: Blocks, dst_rows: Int64, src_rows: Int64) -> None:
-    """The same without a compiler."""
+    """Does the same without a compiler."""
     for dst, src in zip(dst_rows.tolist(), src_rows.tolist(), strict=True):
         destination[dst] = source[src]
 
@@ -48,12 +48,12 @@ def _compiled() -> Callable[..., None]:
 
 
 def widest(blocks: Blocks) -> npt.NDArray[np.unsignedinteger]:
-    """The same rows in elements of 8 bytes where they divide evenly, for speed."""
+    """Returns the same rows in elements of 8 bytes where they divide evenly, for speed."""
     return blocks.view(np.uint64) if blocks.shape[1] % 8 == 0 else blocks
 
 
 def copy_blocks(destination: Blocks, source: Blocks, dst_blocks: Int64, src_blocks: Int64) -> None:
-    """Copies whole blocks, both uint8 [num_blocks, block_bytes]; ids must be in range. The first call compiles: 0.5 s,
-    once a machine.
+    """Copies whole blocks; both caches are uint8 [num_blocks, block_bytes], and ids must be in range. The first call
+    compiles, which takes 0.5 s once a machine.
     """
     _compiled()(widest(destination), widest(source), dst_blocks, src_blocks)

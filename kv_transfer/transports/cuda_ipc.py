@@ -34,15 +34,18 @@ logger = logging.getLogger(__name__)
 KIND = "cuda_ipc"
 MEMORY: tuple[MemoryKind, ...] = ("GPU",)
 PIECE_BYTES = 64 << 20
-"""Started between two looks at `cancel`. Two pieces are under way at once, so that looking costs no time."""
+"""Bytes whose copy is started between two looks at `cancel`. Two pieces are under way at once, so that looking costs no
+time.
+"""
 GATHER_BELOW_BYTES = 64 << 10
-"""Mean bytes of a run: below, starting its copy takes longer than the copy, and one kernel moves all runs of a piece.
+"""Where the runs of a piece have fewer bytes than this on average, starting a copy takes longer than the copy, and one
+kernel moves all of them.
 """
 
 
 def export(exported: ExportedCache, resources: ExitStack) -> Endpoint:
-    """What a decode engine needs to map the pool and the segment's lease words. Raises PullFailed where memory cannot
-    be shared.
+    """Says what a decode engine needs to map the pool and the segment's lease words. Raises PullFailed where memory
+    cannot be shared.
     """
     cache, segment, device = exported.cache, exported.segment, exported.cache.require_device()
     return single(
@@ -57,7 +60,7 @@ def export(exported: ExportedCache, resources: ExitStack) -> Endpoint:
 
 
 def import_into(cache: KVCache, notify: Notify) -> PullTransport:
-    """`cache.gather`: the kernel for small runs; without one, every run is a copy."""
+    """`cache.gather` moves small runs; without one, every run is a copy."""
     return PullTransport(KIND, cache, notify, partial(_open, cache))
 
 
@@ -121,7 +124,7 @@ def _open(cache: KVCache, offer: Offer, resources: ExitStack) -> MappedPool:
 
 
 def _unmap(device: Device, pointer: int) -> None:
-    """Of a peer that may be dead: what cannot be unmapped any more harms nobody."""
+    """The peer may be dead: what cannot be unmapped any more harms nobody."""
     try:
         device.close(pointer)
     except PullFailed as error:

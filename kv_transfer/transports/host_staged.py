@@ -47,8 +47,8 @@ STALL_S = 2.0
 
 
 def export(exported: ExportedCache, resources: ExitStack) -> Endpoint:
-    """Pinned channels, and the threads that fill them. Raises PullFailed where memory cannot be pinned, CapacityError
-    where there is too little shared memory.
+    """Makes pinned channels, and the threads that fill them. Raises PullFailed where memory cannot be pinned,
+    CapacityError where there is too little shared memory.
     """
     cache, device = exported.cache, exported.cache.require_device()
     with ExitStack() as opened:
@@ -119,7 +119,9 @@ def _open(cache: KVCache, offer: Offer, resources: ExitStack) -> ClaimedChannel:
 
 
 def _claim(fd: int, num_channels: int, resources: ExitStack) -> int:
-    """The first channel that nobody holds; ours until `resources` are closed. Raises PullFailed when all are taken."""
+    """Takes the first channel that nobody holds. It is ours until `resources` are closed. Raises PullFailed when all
+    are taken.
+    """
     for number in range(num_channels):
         try:
             _lock(fd, number, fcntl.F_WRLCK)
@@ -131,14 +133,14 @@ def _claim(fd: int, num_channels: int, resources: ExitStack) -> int:
 
 
 def _lock(fd: int, number: int, kind: int) -> None:
-    """Of the open file, not of the process: two peers in one process exclude each other, too. fcntl_locking(2), struct
-    flock.
+    """The lock is the open file's and not the process's: two peers in one process exclude each other, too.
+    `fcntl_locking(2)` describes struct flock.
     """
     fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", kind, os.SEEK_SET, number, 1, 0))
 
 
 def _map_channel(fd: int, first_offset: int, number: int, num_bytes: int) -> npt.NDArray[np.uint8]:
-    """Writable; the rest of the segment, lease words included, stays out of reach."""
+    """The channel is writable; all other channels stay out of reach."""
     memory = mmap.mmap(
         fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, offset=first_offset + number * num_bytes
     )

@@ -17,7 +17,7 @@ KIND = "local"
 
 @dataclass(slots=True)
 class Exported:
-    """One engine's readable memory. Arrays are the engine's own, not copies."""
+    """One engine's readable memory. The arrays are the engine's own and no copies."""
 
     cache: Blocks
     words: Words
@@ -25,8 +25,8 @@ class Exported:
 
 @dataclass(slots=True)
 class LocalNetwork:
-    """Who can be reached: the driver puts exporters in and out. `pulls`: those under way, in the order they started.
-    `peers`: those that are connected; while there is one, its exporter's memory stays allocated.
+    """Who can be reached: the driver puts exporters in and out. `pulls` are those under way, in the order in which they
+    started. `peers` are those that are connected; while there is one, its exporter's memory stays allocated.
     """
 
     exported: dict[Endpoint, Exported] = field(default_factory=dict)
@@ -76,8 +76,8 @@ class LocalPull:
         self.cancelled = True
 
     def advance(self, num_blocks: int | None = None) -> None:
-        """Copies the next `num_blocks` blocks (all that are left) as they are in the source now; terminal after the
-        last.
+        """Copies the next `num_blocks` blocks, or all that are left, as they are in the source now. After the last one
+        the pull is terminal.
         """
         if self.done:
             return
@@ -92,7 +92,7 @@ class LocalPull:
             self._end("")
 
     def fail(self, error: str) -> None:
-        """Terminal now, without the blocks that have not moved yet."""
+        """The pull is terminal now, without the blocks that have not moved yet."""
         if not self.done:
             self._end(error)
 
@@ -126,8 +126,8 @@ class LocalPeer:
 
 
 class LocalTransport:
-    """Pulls into `cache`. `immediate`: every pull is terminal before `pull` returns, for tests that care about nothing
-    in between.
+    """Pulls into `cache`. With `immediate` every pull is terminal before `pull` returns, for tests that care about
+    nothing in between.
     """
 
     name = KIND

@@ -36,10 +36,10 @@ logger = logging.getLogger(__name__)
 KIND = "nixl"
 MEMORY: tuple[MemoryKind, ...] = ("host", "GPU")
 PIECE_BYTES = 64 << 20
-"""Bytes of one transfer: what moves between two looks at `cancel`."""
+"""Bytes of one transfer, which move between two looks at `cancel`."""
 POLL_S = 100e-6
 WORD_S = 1.0
-"""For reading a lease word or a nonce; longer, and the peer is taken for lost."""
+"""A peer whose lease word or nonce takes longer to read is taken for lost."""
 
 _NAMES: dict[MemoryKind, str] = {"host": "DRAM", "GPU": "VRAM"}
 """What NIXL calls the kinds of memory."""
@@ -54,9 +54,7 @@ def export(exported: ExportedCache, resources: ExitStack) -> Endpoint:
 
 
 def import_into(cache: KVCache, notify: Notify) -> PullTransport:
-    """Raises PullFailed where NIXL is not installed or cannot move bytes. Takes seconds: no peer waits for that
-    later.
-    """
+    """Takes seconds, so no peer waits later. Raises PullFailed where NIXL is not installed or cannot move bytes."""
     importer = Importer(cache)
     transport = PullTransport(KIND, cache, notify, importer.open)
     transport.resources.callback(importer.close)
@@ -94,12 +92,12 @@ class Agent:
             self._agent.deregister_memory(registered)
 
     def metadata(self) -> bytes:
-        """For `add` in another process; after all memory was registered."""
+        """Returns what `add` in another process takes. All memory must have been registered before."""
         with self._reported():
             return bytes(self._agent.get_agent_metadata())
 
     def add(self, metadata: bytes) -> str:
-        """The remote agent's name."""
+        """Returns the remote agent's name."""
         with self._reported():
             name = self._agent.add_remote_agent(metadata)
             return name.decode() if isinstance(name, bytes) else str(name)
@@ -111,8 +109,8 @@ class Agent:
     def read(
         self, local: Int64, local_kind: str, remote: Int64, remote_kind: str, name: str, given_up: Callable[[], bool]
     ) -> bool:
-        """Copies remote to local pieces, int64 [n, 3]: address, bytes, GPU. False: `given_up`, and nothing writes any
-        more.
+        """Copies remote to local pieces, int64 [n, 3]: address, bytes, GPU. Returns False after `given_up` said so;
+        then nothing writes any more.
         """
         if given_up():
             return False
@@ -207,8 +205,8 @@ class RemoteAgent:
         return ""
 
     def read_word(self, slot: int) -> int:
-        """0, as where no lease is live, when the word cannot be read; WORD_S at most, and never again from a peer that
-        was lost.
+        """Returns 0, as where no lease is live, when the word cannot be read. Waits for WORD_S at most, and never again
+        for a peer that was lost.
         """
         here = np.array([[self._word.ctypes.data, 8, 0]], np.int64)
         there = np.array([[self._offer["words"] + 8 * slot, 8, 0]], np.int64)
@@ -259,7 +257,7 @@ class Importer:
             raise PullFailed("NIXL: the memory that was read is not the one that was offered")
 
     def _release(self, name: str) -> None:
-        """One peer less of a remote agent; the last one takes it away."""
+        """A remote agent has one peer less; the last one takes it away."""
         self._known[name] -= 1
         if not self._known[name]:
             try:
@@ -269,16 +267,16 @@ class Importer:
 
 
 def _place(cache: KVCache) -> tuple[str, int]:
-    """NIXL's name of the kind of memory, and the number of the GPU."""
+    """Returns NIXL's name of the kind of memory, and the number of the GPU."""
     return _NAMES[cache.memory], cache.device.ordinal if cache.device else 0
 
 
 def _pieces(address: int, blocks: Int64, lengths: Int64, block_bytes: int, ordinal: int) -> Int64:
-    """int64 [n, 3] for runs of blocks."""
+    """Returns int64 [n, 3] for runs of blocks: address, bytes, GPU."""
     return np.stack((address + blocks * block_bytes, lengths * block_bytes, np.full(len(blocks), ordinal)), axis=1)
 
 
 def _after(seconds: float) -> Callable[[], bool]:
-    """Whether so much time has passed since this call."""
+    """Returns a function that says whether so much time has passed since this call."""
     ends_at = time.monotonic() + seconds
     return lambda: time.monotonic() > ends_at

@@ -25,7 +25,7 @@ class Source(Protocol):
         ...
 
     def read_word(self, slot: int) -> int:
-        """As `Peer.read_word`."""
+        """Does what `Peer.read_word` promises."""
         ...
 
 
@@ -39,7 +39,7 @@ class PullPeer:
     """One source, and the thread of its pulls."""
 
     def __init__(self, source: Source, cache: KVCache, thread: PullThread, resources: ExitStack) -> None:
-        """`resources`: what `close` gives back."""
+        """`close` gives `resources` back."""
         self.source = source
         self._cache, self._thread, self._resources = cache, thread, resources
 
@@ -62,7 +62,7 @@ class PullTransport:
     def __init__(
         self, kind: str, cache: KVCache, notify: Notify, open_source: OpenSource, *, one_thread: bool = False
     ) -> None:
-        """`one_thread`: pulls of all peers wait for each other; otherwise each peer has a thread."""
+        """With `one_thread` the pulls of all peers wait for each other; otherwise each peer has a thread."""
         self.name = kind
         self.resources = ExitStack()
         """What is given back after the last peer."""

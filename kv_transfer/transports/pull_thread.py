@@ -9,8 +9,8 @@ from protocol.errors import PullFailed
 
 
 class Pull:
-    """One pull: queued, copying, terminal. `copy` moves its bytes and says why it did not move all, or raises
-    PullFailed.
+    """One pull, which is queued, then copies, then is terminal. `copy` moves its bytes and says why it did not move
+    all, or raises PullFailed.
     """
 
     def __init__(self, src_blocks: Int64, dst_blocks: Int64, copy: Callable[["Pull"], str]) -> None:
@@ -28,7 +28,7 @@ class Pull:
 
 
 class PullThread:
-    """Verbs: `start`, `close`. `notify` is called from the thread whenever a pull is terminal."""
+    """Its verbs are `start` and `close`. `notify` is called from the thread whenever a pull is terminal."""
 
     def __init__(self, notify: Callable[[], None]) -> None:
         self._notify = notify

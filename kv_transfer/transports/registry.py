@@ -8,5 +8,5 @@ TRANSPORTS: tuple[TwoSided, ...] = (shared_memory, cuda_ipc, host_staged, nixl)
 
 
 def names(memory: MemoryKind | None = None) -> tuple[str, ...]:
-    """Names of the transports between caches in one kind of memory; None: in any."""
+    """Returns the names of the transports between caches in one kind of memory, or in any."""
     return tuple(transport.KIND for transport in TRANSPORTS if memory is None or memory in transport.MEMORY)

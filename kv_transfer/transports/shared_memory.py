@@ -29,11 +29,11 @@ from kv_transfer.transports.pull_thread import Pull
 KIND = "shared_memory"
 MEMORY: tuple[MemoryKind, ...] = ("host",)
 PIECE_BYTES = 16 << 20
-"""Bytes copied between two looks at `cancel`; about 1 ms."""
+"""Bytes that are copied between two looks at `cancel`, in about 1 ms."""
 
 
 def export(exported: ExportedCache, resources: ExitStack) -> Endpoint:
-    """What a decode engine needs to open the segment."""
+    """Says what a decode engine needs to open the segment."""
     cache, segment = exported.cache, exported.segment
     return single(
         KIND,
@@ -59,7 +59,7 @@ class MappedSegment:
 
     @property
     def num_blocks(self) -> int:
-        """0 once closed."""
+        """It is 0 once the segment is closed."""
         return len(self._segment.cache)
 
     def copy(self, pull: Pull) -> str:
@@ -83,7 +83,7 @@ def _open(blocks: Blocks, offer: Offer, resources: ExitStack) -> MappedSegment:
 
 
 def _read_only(blocks: Blocks) -> Blocks:
-    """As a peer's blocks will be, so that the copy is compiled for them."""
+    """A peer's blocks will be read-only, and the copy is to be compiled for them."""
     view = blocks[:]
     view.flags.writeable = False
     return view

@@ -69,7 +69,7 @@ def test_prefill_always_holds_and_decode_checks() -> None:
         ),
         (
             "transfer.transport=pigeon",
-            r"transfer\.transport: 'pigeon' is not one of auto, shared_memory, cuda_ipc, host_staged, nixl",
+            r"transfer\.transport: 'pigeon' is not one of auto, shared_memory, ",
         ),
         ("decode.block_size=32", r"prefill\.block_size: 16 differs from decode\.block_size 32"),
         ("decode=3", r"decode: 3 is not a mapping"),

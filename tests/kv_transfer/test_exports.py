@@ -15,6 +15,7 @@ from kv_transfer.endpoint import offers
 from kv_transfer.exports import Export
 from kv_transfer.select import choose
 from kv_transfer.transport import Transport
+from kv_transfer.transports.registry import names
 from protocol.errors import ConfigError
 from tests.kv_transfer.processes import Ends, Exporter, content, unused_name
 
@@ -118,7 +119,7 @@ def test_host_memory_is_shared(start: Callable[[str, str], Exporter]) -> None:
 def test_a_transport_that_cannot_work_here_is_named_at_start(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     device = FakeDevice(name)
     with pytest.raises(
-        ConfigError, match="transfer.transport: cuda_ipc moves nothing out of host memory; auto, shared_memory, nixl do"
+        ConfigError, match=f"cuda_ipc moves nothing out of host memory; auto, {', '.join(names('host'))} do"
     ):
         Export(TransferConfig(transport="cuda_ipc"), name, **SHAPE)
     with pytest.raises(ConfigError, match="transfer.transport: shared_memory moves nothing out of GPU memory"):

@@ -24,9 +24,9 @@ def test_every_file_that_declares_a_kind_is_listed_under_its_own_name() -> None:
 
 def test_each_kind_of_memory_has_its_transports_best_first() -> None:
     assert all(transport.MEMORY and set(transport.MEMORY) <= set(get_args(MemoryKind)) for transport in TRANSPORTS)
-    assert names("host") == ("shared_memory", "nixl")
-    assert names("GPU") == ("cuda_ipc", "host_staged", "nixl")
-    assert GPU_TRANSPORTS == ("cuda_ipc", "host_staged")
+    assert names("host")[0] == "shared_memory"
+    assert names("GPU")[:2] == GPU_TRANSPORTS[:2] == ("cuda_ipc", "host_staged")
+    assert "nixl" in names("host") and "nixl" in names("GPU") and "nixl" not in GPU_TRANSPORTS
 
 
 @pytest.mark.parametrize("name", [AUTO, *names()])

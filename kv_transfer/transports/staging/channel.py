@@ -20,46 +20,46 @@ from kv_transfer.transports.staging.doorbell import Doorbell
 from protocol.arrays import Int64, UInt64
 
 MAX_PIECES = 1024
-"""Of one order."""
+"""Most pieces of one order."""
 _PAGE = 4096
 _TEXT_BYTES = 240
 _ORDER_BYTES = 16 + _TEXT_BYTES + 16 * MAX_PIECES
 
 
 def channel_bytes(buffer_bytes: int, num_buffers: int) -> int:
-    """Whole pages that one channel takes."""
+    """Returns the bytes that one channel takes, in whole pages."""
     return _PAGE + _pages(num_buffers * _ORDER_BYTES) + num_buffers * _pages(buffer_bytes)
 
 
 class Channel:
-    """Either side's view. Zeroed memory is a channel nothing was ordered on."""
+    """Either side's view of a channel. Zeroed memory is a channel on which nothing was ordered."""
 
     def __init__(self, memory: npt.NDArray[np.uint8], buffer_bytes: int, num_buffers: int) -> None:
-        """`memory`: `channel_bytes` of them, writable, from a page on."""
+        """`memory` is writable, has `channel_bytes` bytes and begins with a page."""
         self.buffer_bytes, self.num_buffers = buffer_bytes, num_buffers
         self._memory = memory
         self._num_ordered = memory[0:8].view(np.uint64)
         self._num_filled = memory[64:72].view(np.uint64)
         self.orders, self.fills = Doorbell(memory[8:12].view(np.uint32)), Doorbell(memory[72:76].view(np.uint32))
-        """Rung at each order, at each filled buffer."""
+        """The first is rung at each order, the second at each filled buffer."""
         self._first_buffer = _PAGE + _pages(num_buffers * _ORDER_BYTES)
 
     @property
     def num_ordered(self) -> int:
-        """Orders written so far. Their pieces may be read after this."""
+        """Orders that were written so far. Their pieces may be read after this."""
         count = int(self._num_ordered[0])
         barrier()
         return count
 
     @property
     def num_filled(self) -> int:
-        """Orders answered so far. Their buffers and errors may be read after this."""
+        """Orders that were answered so far. Their buffers and errors may be read after this."""
         count = int(self._num_filled[0])
         barrier()
         return count
 
     def buffer(self, number: int) -> int:
-        """Address of the buffer of an order."""
+        """Returns the address of the buffer of an order."""
         return (
             int(self._memory.ctypes.data) + self._first_buffer + number % self.num_buffers * _pages(self.buffer_bytes)
         )
@@ -75,7 +75,7 @@ class Channel:
         self.orders.ring()
 
     def pieces(self, number: int) -> list[tuple[int, int]]:
-        """As ordered; whoever fills them trusts no number of them."""
+        """Returns the pieces as they were ordered. Whoever fills them trusts no number of them."""
         header, _, table = self._order(number)
         return [(int(offset), int(num_bytes)) for offset, num_bytes in table[: min(int(header[0]), MAX_PIECES)]]
 
@@ -91,12 +91,14 @@ class Channel:
         self.fills.ring()
 
     def error(self, number: int) -> str:
-        """Of an answered order; empty if its bytes came."""
+        """Returns the error of an answered order, which is empty if its bytes came."""
         header, text, _ = self._order(number)
         return text[: int(header[1])].tobytes().decode(errors="replace")
 
     def _order(self, number: int) -> tuple[UInt64, npt.NDArray[np.uint8], Int64]:
-        """Views of number of pieces and error length; error text; pieces."""
+        """Returns views of three parts of an order: number of pieces and length of the error, text of the error,
+        pieces.
+        """
         begin = _PAGE + number % self.num_buffers * _ORDER_BYTES
         order = self._memory[begin : begin + _ORDER_BYTES]
         return (

@@ -13,14 +13,14 @@ from kv_transfer.transports.staging.channel import MAX_PIECES, Channel
 from protocol.errors import PullFailed
 
 LOOK_S = 0.1
-"""Between two looks whether a silent exporter is alive."""
+"""Seconds between two looks whether a silent exporter is alive."""
 
 Copy = tuple[int, int, int]
-"""Byte offset there, byte offset here, bytes."""
+"""It says byte offset there, byte offset here, number of bytes."""
 
 
 def cut(pull: Pull, block_bytes: int, buffer_bytes: int) -> list[list[Copy]]:
-    """A pull in buffers' worths: each at most `buffer_bytes` and MAX_PIECES copies. Blocks may be cut anywhere."""
+    """Cuts a pull into parts of at most `buffer_bytes` bytes and MAX_PIECES copies. Blocks may be cut anywhere."""
     parts: list[list[Copy]] = []
     room = 0
     for src, dst, num_blocks in merged_runs(pull.src_blocks, pull.dst_blocks).tolist():
@@ -36,10 +36,12 @@ def cut(pull: Pull, block_bytes: int, buffer_bytes: int) -> list[list[Copy]]:
 
 
 class StagingClient:
-    """One claimed channel, used by one thread at a time."""
+    """One claimed channel, which one thread at a time uses."""
 
     def __init__(self, channel: Channel, stream: DeviceStream, cache: KVCache, fd: int, stall_s: float) -> None:
-        """`stream` has an event per buffer; `fd` is the segment's file, whose lock tells whether the exporter lives."""
+        """`stream` has an event for each buffer; `fd` is the segment's file, whose lock tells whether the exporter
+        lives.
+        """
         self._channel, self._stream, self._cache, self._fd, self._stall_s = channel, stream, cache, fd, stall_s
 
     def prove(self, nonce_offset: int, nonce: bytes) -> None:
@@ -51,8 +53,8 @@ class StagingClient:
             raise PullFailed("the bytes that came through the channel are not the nonce that was offered")
 
     def copy(self, pull: Pull) -> str:
-        """Why not all bytes came; empty if they did. Raises PullFailed. Nothing writes into the cache any more
-        afterwards.
+        """Returns why not all bytes came, or nothing if they did. Raises PullFailed. Nothing writes into the cache any
+        more afterwards.
         """
         parts = cut(pull, self._cache.block_bytes, self._channel.buffer_bytes)
         try:
@@ -61,8 +63,8 @@ class StagingClient:
             self._stream.drain()
 
     def _exchange(self, pull: Pull, parts: list[list[Copy]]) -> str:
-        """Keeps as many buffers ordered as there are. Each goes through: ordered, filled, landing (its copy to our GPU
-        runs), landed.
+        """Keeps as many buffers ordered as there are. Each is ordered, then filled, then landing, while its copy to our
+        GPU runs, then landed.
         """
         channel, first = self._channel, self._channel.num_ordered
         num_ordered = num_landing = num_landed = 0
@@ -89,8 +91,8 @@ class StagingClient:
         return ""
 
     def _order(self, part: list[Copy]) -> int:
-        """The order's number. Waits for the answer to what an earlier pull, or an earlier peer, may have left in its
-        buffer.
+        """Returns the order's number. Waits for the answer to what an earlier pull, or an earlier peer, may have left
+        in its buffer.
         """
         number = self._channel.num_ordered
         self._await(number - self._channel.num_buffers)
@@ -98,7 +100,7 @@ class StagingClient:
         return number
 
     def _await(self, number: int) -> None:
-        """Until an order was answered. Raises PullFailed when the exporter does not."""
+        """Returns when an order was answered. Raises PullFailed when the exporter does not answer it."""
         started_at = time.monotonic()
         while self._channel.num_filled <= number:
             seen = self._channel.fills.value

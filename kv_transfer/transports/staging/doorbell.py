@@ -18,7 +18,7 @@ from protocol.errors import PullFailed
 _WAIT, _WAKE = 0, 1  # linux/futex.h, without FUTEX_PRIVATE_FLAG: the two sides are processes
 _ALL = 2**31 - 1
 _CALLS = {"x86_64": 202, "aarch64": 98}
-"""Number of the futex system call, asm/unistd.h."""
+"""Numbers of the futex system call, as asm/unistd.h has them."""
 
 
 class _Timespec(ctypes.Structure):
@@ -48,7 +48,9 @@ class Doorbell:
         self._libc.syscall(self._call, self._address, ctypes.c_int(_WAKE), ctypes.c_int(_ALL), None, None, 0)
 
     def wait(self, seen: int, timeout_s: float) -> None:
-        """Until the doorbell was rung since its value was `seen`, for `timeout_s` at most, or sooner for no reason."""
+        """Returns when the doorbell was rung since its value was `seen`, after `timeout_s` at most, or sooner for no
+        reason.
+        """
         timeout = _Timespec(int(timeout_s), int(timeout_s % 1 * 1e9))
         expected = ctypes.c_uint32(seen)
         if self._libc.syscall(self._call, self._address, ctypes.c_int(_WAIT), expected, ctypes.byref(timeout), None, 0):

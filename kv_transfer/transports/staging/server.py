@@ -12,14 +12,14 @@ from kv_transfer.transports.staging.channel import Channel
 from protocol.errors import PullFailed
 
 IDLE_S = 0.25
-"""Between two looks whether the server was closed; orders ring a doorbell and do not wait for this."""
+"""Seconds between two looks whether the server was closed. Orders ring a doorbell and do not wait for this."""
 
 
 class StagingServer:
-    """Serves all channels until closed. Whoever claimed a channel may die: nothing here waits for him."""
+    """Serves all channels until it is closed. A peer that claimed a channel may die: nothing here waits for it."""
 
     def __init__(self, cache: KVCache, channels: list[Channel]) -> None:
-        """`cache`: followed by its nonce. Raises PullFailed where the GPU grants no stream."""
+        """A nonce follows `cache`. Raises PullFailed where the GPU grants no stream."""
         self._closed = threading.Event()
         self._servers = [_ChannelServer(cache, channel) for channel in channels]
         self._threads = [
@@ -30,7 +30,7 @@ class StagingServer:
             thread.start()
 
     def close(self) -> None:
-        """Ends the threads. What was ordered and not filled never will be."""
+        """Ends the threads. An order that was not filled never will be."""
         self._closed.set()
         for thread, server in zip(self._threads, self._servers, strict=True):
             thread.join()
@@ -44,21 +44,22 @@ class StagingServer:
 
 
 class _ChannelServer:
-    """One channel's orders in their order: started as they come, answered as their copies end."""
+    """Orders of one channel, in their order: they are started as they come and answered as their copies end."""
 
     def __init__(self, cache: KVCache, channel: Channel) -> None:
         self.channel = channel
         self._cache = cache
         self._stream = DeviceStream(cache.require_device(), num_events=channel.num_buffers)
         self._started: deque[str] = deque()
-        """Of orders not answered yet, oldest first: why an order could not be started, or empty."""
+        """Orders that were started and not answered, oldest first. Each says why it could not be started, or nothing.
+        """
 
     @property
     def busy(self) -> bool:
         return bool(self._started)
 
     def advance(self) -> bool:
-        """Starts and answers what can be. False: nothing could."""
+        """Starts and answers what it can. Returns False if there was nothing."""
         number = self.channel.num_filled + len(self._started)
         new = range(number, min(self.channel.num_ordered, number + self.channel.num_buffers - len(self._started)))
         self._started.extend(self._start(number) for number in new)
@@ -90,7 +91,9 @@ class _ChannelServer:
         return ""
 
     def _outcome(self) -> str | None:
-        """The oldest started order's error, empty if its bytes are in its buffer; None while they are on their way."""
+        """Returns the oldest started order's error, which is empty if its bytes are in its buffer; None while they are
+        on their way.
+        """
         if self._started[0]:
             return self._started[0]
         try:

@@ -1,4 +1,4 @@
-"""`CPUOps` by compiled kernels, in place over the paged cache: no copy of K or V, no allocation per layer."""
+"""`Ops` on a CPU by compiled kernels, in place over the paged cache: no copy of K or V, no allocation per layer."""
 
 import numba
 import numpy as np
@@ -6,7 +6,9 @@ import numpy.typing as npt
 import torch
 
 from engine.kernel_cache import one_compiles
-from engine.models.llama import LlamaModel, float32_logits
+from engine.models.config import Activation
+from engine.models.decoder import Decoder, float32_logits
+from engine.models.ops import Attention
 from engine.runners import cpu_head, cpu_kernels
 from engine.runners.cpu_kernels import supports
 from engine.runners.step_plan import StepPlan
@@ -16,29 +18,27 @@ __all__ = ["NumbaOps", "supports", "work_items"]
 
 Array = npt.NDArray[np.generic]
 
+_NO_WORK = np.zeros((0, 5), dtype=np.int64), np.zeros(2, dtype=np.int64)
+"""Attention's items and bins where keys and values are only to be cached."""
+
 
 class NumbaOps:
     """`cache` as in `TorchOps`. Compiles its kernels when made (seconds the first time, then from disk); `num_threads`
     are torch's own.
     """
 
-    def __init__(self, model: LlamaModel, cache: torch.Tensor, *, num_threads: int) -> None:
+    def __init__(self, model: Decoder, cache: torch.Tensor, *, num_threads: int) -> None:
         config = model.config
         self.model, self._num_threads = model, min(num_threads, numba.config.NUMBA_NUM_THREADS)
         self._block_size = cache.shape[4]
         self._group = config.num_heads // config.num_kv_heads
         self._tile_tokens = cpu_kernels.tile_rows(self._group) // self._group
         self._cache = _array(cache)
-        self._cos, self._sin = model.cos.numpy(), model.sin.numpy()
         self._eps = np.float32(config.rms_norm_eps)
-        norms = [norm for layer in model.layers for norm in (layer.input_norm, layer.post_norm)]
-        self._weights = {id(norm): norm.float().numpy() for norm in (*norms, model.norm)}
-        heads = (config.num_heads, config.num_kv_heads)
+        heads = torch.tensor((config.num_heads, config.num_kv_heads))
         self._qk_norms = [
-            None
-            if layer.qk_norm is None
-            else layer.qk_norm.float().repeat_interleave(torch.tensor(heads), dim=0).numpy()
-            for layer in model.layers
+            None if norm is None else norm.repeat_interleave(heads, dim=0).numpy()
+            for norm in (layer.attention.qk_norm for layer in model.layers)
         ]
         """By layer: [num_heads + num_kv_heads, head_dim]"""
         self._work = np.zeros(
@@ -62,26 +62,36 @@ class NumbaOps:
 
     def norm(self, h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         x = self._normed[: len(h)]
-        cpu_kernels.norm(h.numpy(), self._weights[id(weight)], self._eps, _array(x))
+        cpu_kernels.norm(h.numpy(), weight.numpy(), self._eps, _array(x))
         return x
 
-    def add_norm(self, h: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def add_norm(
+        self, h: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, delta_norm: torch.Tensor | None
+    ) -> torch.Tensor:
         x = self._normed[: len(h)]
-        cpu_kernels.add_norm(h.numpy(), _array(delta), self._weights[id(weight)], self._eps, _array(x))
+        if delta_norm is not None:
+            cpu_kernels.norm_heads(_array(delta), delta_norm[None].numpy(), self._eps)  # each row is one head
+        cpu_kernels.add_norm(h.numpy(), _array(delta), weight.numpy(), self._eps, _array(x))
         return x
 
-    def attention(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+    def attention(self, attention: Attention, qkv: torch.Tensor) -> torch.Tensor:
+        return self._attend(attention, qkv, self._items, self._bins)
+
+    def write_kv(self, attention: Attention, qkv: torch.Tensor) -> None:
+        self._attend(attention, qkv, *_NO_WORK)
+
+    def _attend(self, attention: Attention, qkv: torch.Tensor, items: Int64, bins: Int64) -> torch.Tensor:
         plan, out = self._plan, self._attended[: len(qkv)]
-        qk_norm = self._qk_norms[layer]
+        qk_norm = self._qk_norms[attention.layer]
         if qk_norm is not None:
             cpu_kernels.norm_heads(_array(qkv), qk_norm, self._eps)
         self._attention(
-            _array(qkv), layer, self._cache, self._q, _array(out), plan.positions, plan.slots, self._cos, self._sin,
-            self._items, self._bins, plan.block_tables, self._work,
+            _array(qkv), attention.layer, self._cache, self._q, _array(out), plan.positions, plan.slots,
+            attention.cos.numpy(), attention.sin.numpy(), items, bins, plan.block_tables, self._work,
         )  # fmt: skip
         return out
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         out = self._gated[: len(gate_up)]
         cpu_kernels.silu_mul(_array(gate_up), _array(out))
         return out
@@ -111,17 +121,18 @@ class NumbaOps:
             token_ids=zero, positions=zero, slots=zero, starts=np.zeros(1, dtype=np.int64), contexts=zero,
             block_tables=np.zeros((1, 1), dtype=np.int32), sampled=zero, num_drafts=zero, sampled_tokens=zero,
         )  # fmt: skip
-        self._items, self._bins = np.zeros((0, 5), dtype=np.int64), np.zeros(2, dtype=np.int64)
         numba.set_num_threads(self._num_threads)
-        self.attention(0, torch.zeros(0, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim, dtype=dtype))
+        qkv = torch.zeros(0, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim, dtype=dtype)
+        self.write_kv(self.model.layers[0].attention, qkv)
         h = torch.zeros(1, config.hidden_size)
         self.norm(h, self.model.norm)
-        self.add_norm(h, torch.zeros(1, config.hidden_size, dtype=dtype), self.model.norm)
-        self.silu_mul(torch.zeros(1, 2 * config.intermediate_size, dtype=dtype))
+        delta, delta_norm = torch.zeros(1, config.hidden_size, dtype=dtype), self.model.layers[0].down_norm
+        self.add_norm(h, delta, self.model.norm, delta_norm)
+        self.gate(torch.zeros(1, 2 * config.intermediate_size, dtype=dtype), config.activation)
         self.logits(torch.zeros(1, config.hidden_size, dtype=dtype))
 
 
-def _has_head(model: LlamaModel) -> bool:
+def _has_head(model: Decoder) -> bool:
     """Whether the compiled head takes it; torch's own float32 linear is as good."""
     return model.dtype is torch.bfloat16 and model.config.hidden_size % cpu_head.TERMS == 0
 

@@ -13,7 +13,7 @@ import transformers
 
 from engine.models.checkpoint import check_model_dir
 from engine.models.config import Dtype, ModelConfig
-from engine.models.llama import load_model, rope_frequencies
+from engine.models.loading import load_model, rope_frequencies
 from engine.runners.cpu_ops import TorchOps
 from engine.runners.step_plan import plan_step
 from engine.runners.torch_cpu import TorchCPURunner
@@ -152,4 +152,6 @@ def test_rope_frequencies_of_real_models(tmp_path: Path, rope: dict[str, Any]) -
     model = transformers.LlamaForCausalLM(config)
     model.save_pretrained(tmp_path)
     ours: ModelConfig = check_model_dir(tmp_path)
-    torch.testing.assert_close(rope_frequencies(ours), model.model.rotary_emb.inv_freq.double(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        rope_frequencies(ours.rope, ours.head_dim), model.model.rotary_emb.inv_freq.double(), rtol=1e-6, atol=0
+    )

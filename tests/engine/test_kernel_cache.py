@@ -21,7 +21,7 @@ pytest.importorskip("numba")
 
 from engine import kernel_cache
 from engine.kernel_cache import KernelCache, compiled, compiled_loop, folder_of, one_compiles
-from engine.models.llama import build_model
+from engine.models.loading import build_model
 from engine.runners import cpu_kernels, cpu_simd
 from engine.runners.cpu_simd import make_widen_row
 from engine.runners.torch_cpu import TorchCPURunner

@@ -15,9 +15,10 @@ import torch
 from cluster import build
 from cluster.config import from_tree
 from engine.config import EngineConfig
-from engine.models import llama
+from engine.models import loading
 from engine.models.config import ModelConfig
-from engine.models.llama import LlamaModel, build_model
+from engine.models.decoder import Decoder
+from engine.models.loading import build_model
 from engine.runner import Batch, Runner, StepOutput
 from engine.runners import cuda, cuda_sampling, torch_cpu
 from engine.runners.cpu_ops import TorchOps
@@ -60,21 +61,21 @@ def _plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_cpu, "_make_ops", lambda model, cache, num_threads: TorchOps(model, cache))
 
 
-def model_of(config: ModelConfig = TINY) -> LlamaModel:
+def model_of(config: ModelConfig = TINY) -> Decoder:
     return build_model(config, "float32", random_tensors(config).__getitem__)
 
 
-def cache_for(model: LlamaModel) -> torch.Tensor:
+def cache_for(model: Decoder) -> torch.Tensor:
     """A cache full of NaN: reading one slot that was not written shows."""
     elements = NUM_BLOCKS * cuda.block_bytes(model, BLOCK_SIZE) // model.dtype.itemsize
     return torch.full((elements,), torch.nan, dtype=model.dtype).view(torch.uint8)
 
 
-def by_torch(model: LlamaModel, **options: Any) -> TorchCPURunner:
+def by_torch(model: Decoder, **options: Any) -> TorchCPURunner:
     return TorchCPURunner(model, cache_for(model), block_size=BLOCK_SIZE, num_threads=1, **options)
 
 
-def by_kernels(model: LlamaModel, **options: Any) -> CUDARunner:
+def by_kernels(model: Decoder, **options: Any) -> CUDARunner:
     return CUDARunner(model, cache_for(model), block_size=BLOCK_SIZE, max_model_len=MAX_MODEL_LEN, **options)
 
 
@@ -271,8 +272,10 @@ def test_an_engine_on_a_gpu_gets_the_blocks_that_are_named_or_found(
 ) -> None:
     """The composition root's path to a GPU, with the model left on the CPU and the driver's numbers made up."""
     write_model_dir(tmp_path)
-    load = llama.load_model
-    monkeypatch.setattr(llama, "load_model", lambda path, dtype, device: load(path, dtype, {"cuda": "cpu"}[device]))
+    load = loading.load_model
+    monkeypatch.setattr(
+        loading, "load_model", lambda path, dtype, device, longest: load(path, dtype, {"cuda": "cpu"}[device], longest)
+    )
     numbers = {
         "memory_allocated": 100,
         "max_memory_allocated": 1_100,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from engine.models.checkpoint import check_model_dir, expected_shapes
 from engine.models.config import LongRope, ModelConfig, Rope, RopeScaling, SlidingLayers
@@ -114,8 +115,8 @@ def test_long_rope_is_chosen_by_the_longest_sequence(
     tmp_path: Path, max_model_len: int | None, factors: list[float]
 ) -> None:
     rope = read(tmp_path, PHI3_MINI_128K, max_model_len).rope
-    magnitude = pytest.approx((1 + 5 / 12) ** 0.5)  # 2^17 is 2^5 times 2^12
-    assert rope.scaling == LongRope(factors=tuple(factors), magnitude=magnitude)
+    assert isinstance(rope.scaling, LongRope) and rope.scaling.factors == tuple(factors)
+    assert rope.scaling.magnitude == pytest.approx((1 + 5 / 12) ** 0.5), "2^17 is 2^5 times 2^12"
     older = {"type": "su", "short_factor": SHORT, "long_factor": LONG, "attention_factor": 1.25}
     scaling = read(tmp_path, PHI3_MINI_128K | {"rope_scaling": older}, max_model_len).rope.scaling
     assert scaling == LongRope(factors=tuple(factors), magnitude=1.25)
@@ -125,8 +126,6 @@ def test_two_choices_of_long_rope_are_two_models(tmp_path: Path) -> None:
     """KV of one must not be read by the other."""
     raw = PHI3_MINI_128K | {"num_hidden_layers": 1, "vocab_size": 8, "hidden_size": 192, "num_attention_heads": 2}
     raw |= {"num_key_value_heads": 1, "intermediate_size": 8}
-    from safetensors.torch import save_file
-
     save_file(random_tensors(read(tmp_path, raw)), tmp_path / "model.safetensors")
     short, long = check_model_dir(tmp_path, 4096), check_model_dir(tmp_path, 4097)
     assert short.fingerprint != long.fingerprint == check_model_dir(tmp_path).fingerprint

@@ -16,7 +16,7 @@ from cluster import build
 from cluster.config import from_tree
 from engine.config import EngineConfig
 from engine.models import loading
-from engine.models.config import ModelConfig
+from engine.models.config import LongRope, ModelConfig, Rope, SlidingLayers
 from engine.models.decoder import Decoder
 from engine.models.loading import build_model
 from engine.runner import Batch, Runner, StepOutput
@@ -54,6 +54,22 @@ SAMPLINGS = {
     ),
     "cold and asked": SamplingParams(logprobs=2, frequency_penalty=0.4, seed=5),
 }
+GEMMA3: dict[str, Any] = {
+    "architecture": "Gemma3ForCausalLM",
+    "qk_norm": True,
+    "activation": "gelu_tanh",
+    "query_pre_attn_scalar": 40.0,
+    "embedding_scale": TINY.hidden_size**0.5,
+    "sliding": SlidingLayers(window=9, layers=(0,), rope=Rope(theta=1e3)),
+}
+LONG_ROPE = LongRope(factors=tuple(1 + i / 36 for i in range(36)), magnitude=1.2)
+TURNING = Rope(theta=1e4, partial_rotary_factor=0.75, scaling=LONG_ROPE)
+PHI3: dict[str, Any] = {
+    "architecture": "Phi3ForCausalLM",
+    "head_dim": 96,
+    "rope": TURNING,
+    "sliding": SlidingLayers(window=9, layers=(0, 1), rope=TURNING),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -89,8 +105,10 @@ def answers(runner: Runner, budget: int) -> list[list[int]]:
         ({}, 100, ()),
         ({}, 17, (2, 4)),
         ({"qk_norm": True, "qkv_bias": True, "num_kv_heads": 3, "tie_word_embeddings": False}, 30, (8,)),
+        (GEMMA3, 17, (2, 4)),
+        (PHI3, 17, (2, 4)),
     ],
-    ids=["whole prompts", "chunks among padded decodes", "another architecture"],
+    ids=["whole prompts", "chunks among padded decodes", "another architecture", "gemma 3", "phi 3"],
 )
 def test_the_same_tokens_and_the_same_cache(change: dict[str, Any], budget: int, graph_sizes: tuple[int, ...]) -> None:
     model = model_of(replace(TINY, **change))
@@ -102,14 +120,19 @@ def test_the_same_tokens_and_the_same_cache(change: dict[str, Any], budget: int,
 
 
 @pytest.mark.parametrize("graph_sizes", [(), (4,)], ids=["as it comes", "padded"])
-def test_keys_split_between_programs(monkeypatch: pytest.MonkeyPatch, graph_sizes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("change", [{}, GEMMA3], ids=["llama", "gemma 3"])
+def test_keys_split_between_programs(
+    monkeypatch: pytest.MonkeyPatch, graph_sizes: tuple[int, ...], change: dict[str, Any]
+) -> None:
     monkeypatch.setattr(cuda, "num_splits", lambda *asked: 3)
-    model = model_of()
+    model = model_of(replace(TINY, **change))
     assert answers(by_kernels(model, graph_sizes=graph_sizes), 64) == answers(by_torch(model), 64)
 
 
-def test_bfloat16_stays_close() -> None:
-    model = build_model(TINY, "bfloat16", random_tensors(TINY, torch.bfloat16).__getitem__)
+@pytest.mark.parametrize("change", [{}, GEMMA3, PHI3], ids=["llama", "gemma 3", "phi 3"])
+def test_bfloat16_stays_close(change: dict[str, Any]) -> None:
+    config = replace(TINY, **change)
+    model = build_model(config, "bfloat16", random_tensors(config, torch.bfloat16).__getitem__)
     batch = make_batch([list(range(20))], [0], [20], [[4, 9]])
     reference = by_torch(model)
     by_kernels(model).execute(batch)

@@ -14,6 +14,7 @@ import transformers
 from engine.models.checkpoint import check_model_dir
 from engine.models.config import Dtype, ModelConfig
 from engine.models.loading import load_model, rope_frequencies
+from engine.models.registry import FAMILIES
 from engine.runners.cpu_ops import TorchOps
 from engine.runners.step_plan import plan_step
 from engine.runners.torch_cpu import TorchCPURunner
@@ -164,6 +165,10 @@ def test_what_sets_families_apart_in_bfloat16(tmp_path: Path, name: str) -> None
     logits, _ = logits_of_steps(reference, [40, 29, 1], "bfloat16")
     expected = reference.logits[[39, 68, 69]]
     assert float((logits - expected).abs().max()) < 0.04 * float(expected.abs().max())
+
+
+def test_every_architecture_is_compared() -> None:
+    assert {f"{family.removesuffix('Text')}ForCausalLM" for family, _ in ARCHITECTURES.values()} == FAMILIES.keys()
 
 
 def test_shards_that_transformers_wrote(tmp_path: Path) -> None:

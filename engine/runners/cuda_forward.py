@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.kernels.gated_activation import gated_activation
 from engine.kernels.paged_attention import paged_attention, workspace_size
 from engine.kernels.rms_norm import add_rms_norm, rms_norm
 from engine.kernels.rope_and_cache import rope_and_cache
-from engine.kernels.silu_and_mul import silu_and_mul
 from engine.models.llama import LlamaModel
 
 
@@ -79,6 +79,6 @@ def forward(model: LlamaModel, cache: torch.Tensor, step: DeviceStep) -> torch.T
         add_rms_norm(h, layer.o(attended), layer.post_norm, eps, x)
         gate_up = layer.gate_up(x)
         active = gate_up.new_empty(len(h), config.intermediate_size)
-        silu_and_mul(gate_up, active)
+        gated_activation(gate_up, active, "silu")
         add_rms_norm(h, layer.down(active), model.norm if last else model.layers[i + 1].input_norm, eps, x)
     return x

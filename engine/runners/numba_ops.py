@@ -2,19 +2,17 @@
 
 import numba
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from engine.kernel_cache import one_compiles
 from engine.models.llama import LlamaModel, float32_logits
-from engine.runners import cpu_head, cpu_kernels
-from engine.runners.cpu_kernels import supports
+from engine.runners import cpu_attention, cpu_head, cpu_kernels
+from engine.runners.cpu_attention import Shape, supports
+from engine.runners.cpu_elements import Stored
 from engine.runners.step_plan import StepPlan
 from protocol.arrays import Int64
 
 __all__ = ["NumbaOps", "supports", "work_items"]
-
-Array = npt.NDArray[np.generic]
 
 
 class NumbaOps:
@@ -27,9 +25,10 @@ class NumbaOps:
         self.model, self._num_threads = model, min(num_threads, numba.config.NUMBA_NUM_THREADS)
         self._block_size = cache.shape[4]
         self._group = config.num_heads // config.num_kv_heads
-        self._tile_tokens = cpu_kernels.tile_rows(self._group) // self._group
+        self._tile_tokens = cpu_attention.tile_rows(self._group) // self._group
         self._cache = _array(cache)
         self._cos, self._sin = model.cos.numpy(), model.sin.numpy()
+        self._scale = config.head_dim**-0.5
         self._eps = np.float32(config.rms_norm_eps)
         norms = [norm for layer in model.layers for norm in (layer.input_norm, layer.post_norm)]
         self._weights = {id(norm): norm.float().numpy() for norm in (*norms, model.norm)}
@@ -42,14 +41,20 @@ class NumbaOps:
         ]
         """By layer: [num_heads + num_kv_heads, head_dim]"""
         self._work = np.zeros(
-            (self._num_threads, cpu_kernels.scratch_elements(config.head_dim, self._group)), dtype=np.float32
+            (self._num_threads, cpu_attention.scratch_elements(config.head_dim, self._group)), dtype=np.float32
         )
-        self._attention = cpu_kernels.make_attention(
-            config.head_dim, self._group, self._block_size, model.dtype is torch.bfloat16
+        self._attention = cpu_attention.make_attention(
+            Shape(
+                head_dim=config.head_dim,
+                group=self._group,
+                block_size=self._block_size,
+                bf16=model.dtype is torch.bfloat16,
+                rotary_dim=2 * model.cos.shape[1],
+            )
         )
         self._head = cpu_head.make_head(config.hidden_size) if _has_head(model) else None
         self._grow(16)
-        with one_compiles(cpu_kernels.SOURCES):
+        with one_compiles(cpu_attention.SOURCES):
             self._compile()
 
     def begin(self, plan: StepPlan) -> None:
@@ -76,8 +81,9 @@ class NumbaOps:
         if qk_norm is not None:
             cpu_kernels.norm_heads(_array(qkv), qk_norm, self._eps)
         self._attention(
-            _array(qkv), layer, self._cache, self._q, _array(out), plan.positions, plan.slots, self._cos, self._sin,
-            self._items, self._bins, plan.block_tables, self._work,
+            qkv=_array(qkv), layer=layer, cache=self._cache, q=self._q, out=_array(out), positions=plan.positions,
+            slots=plan.slots, cos=self._cos, sin=self._sin, items=self._items, bins=self._bins,
+            tables=plan.block_tables, work=self._work, window=0, scale=self._scale,
         )  # fmt: skip
         return out
 
@@ -126,12 +132,14 @@ def _has_head(model: LlamaModel) -> bool:
     return model.dtype is torch.bfloat16 and model.config.hidden_size % cpu_head.TERMS == 0
 
 
-def work_items(plan: StepPlan, num_kv_heads: int, tile_tokens: int, num_bins: int) -> tuple[Int64, Int64]:
+def work_items(
+    plan: StepPlan, num_kv_heads: int, tile_tokens: int, num_bins: int, window: int = 0
+) -> tuple[Int64, Int64]:
     """Attention's work as the kernel reads it: items [N, 5] in bin order, and the bounds of `num_bins` bins of about
     equal cost.
 
     An item is up to `tile_tokens` tokens of one sequence for one KV head; its cost is taken as tokens * keys, plus a
-    little.
+    little. The keys are those that its last token sees, and in a `window` those that its other tokens see before them.
     """
     scheduled = np.diff(plan.starts)
     tiles = -(-scheduled // tile_tokens)
@@ -143,7 +151,10 @@ def work_items(plan: StepPlan, num_kv_heads: int, tile_tokens: int, num_bins: in
     one_head = np.stack([plan.starts[sequence] + offset, num, position, sequence, np.zeros_like(num)], axis=1)
     items = np.repeat(one_head, num_kv_heads, axis=0)
     items[:, 4] = np.tile(np.arange(num_kv_heads), len(one_head))
-    order = np.argsort(-(items[:, 1] + 3) * (items[:, 2] + items[:, 1]), kind="stable")
+    keys = items[:, 2] + items[:, 1]
+    if window:
+        keys = np.minimum(keys, items[:, 1] + window - 1)
+    order = np.argsort(-(items[:, 1] + 3) * keys, kind="stable")
     # dealt out in snake order: 0 1 2 2 1 0 0 1 2 ...
     turn = np.arange(len(items)) % (2 * num_bins)
     bin_of = np.minimum(turn, 2 * num_bins - 1 - turn)
@@ -152,7 +163,7 @@ def work_items(plan: StepPlan, num_kv_heads: int, tile_tokens: int, num_bins: in
     return np.ascontiguousarray(items[order[by_bin]]), bounds.astype(np.int64)
 
 
-def _array(tensor: torch.Tensor) -> Array:
+def _array(tensor: torch.Tensor) -> Stored:
     """The tensor's memory as the kernels take it: bf16 as uint16, float32 as it is."""
-    array: Array = (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
+    array: Stored = (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
     return array

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from engine.kernels.launch import require_device
-from engine.kernels.paged_attention import num_splits
+from engine.kernels.paged_attention import HEAD_DIMS, num_splits
 from engine.models.decoder import Decoder, float32_logits, forward
 from engine.runner import Batch, StepOutput
 from engine.runners.cuda_copies import DeviceEvent, SwapCopies, fetch, upload
@@ -39,8 +39,6 @@ from engine.runners.host_copies import nothing_sampled
 from engine.runners.step_plan import StepPlan, plan_step
 from engine.sampling import Contexts
 from protocol.errors import CapacityError, ConfigError
-
-HEAD_DIMS = (16, 32, 64, 128)
 
 Tensors = dict[str, torch.Tensor]
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.kernels.paged_attention import paged_attention, workspace_size
+from engine.kernels.gated_activation import gated_activation
+from engine.kernels.paged_attention import MIN_SPLIT_KEYS, paged_attention, workspace_size
 from engine.kernels.rms_norm import add_rms_norm, rms_norm
 from engine.kernels.rope_and_cache import rope_and_cache
-from engine.kernels.silu_and_mul import silu_and_mul
 from engine.models.config import Activation
 from engine.models.decoder import Decoder
 from engine.models.ops import Attention
@@ -80,10 +80,15 @@ class CUDAOps:
             attended,
             scale=attention.scale,
             max_num_queries=step.max_num_queries,
-            num_splits=step.num_splits,
+            num_splits=self._num_splits(attention.window),
             workspace=self._workspace,
+            window=attention.window,
         )
         return attended.flatten(1)
+
+    def _num_splits(self, window: int) -> int:
+        """A window's keys are worth fewer programs than a whole context's."""
+        return min(self._step.num_splits, -(-window // MIN_SPLIT_KEYS)) if window else self._step.num_splits
 
     def write_kv(self, attention: Attention, qkv: torch.Tensor) -> None:
         rope_and_cache(
@@ -101,5 +106,5 @@ class CUDAOps:
 
     def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-        silu_and_mul(gate_up, out)
+        gated_activation(gate_up, out, activation)
         return out

@@ -330,7 +330,7 @@ def test_an_engine_on_a_gpu_gets_the_blocks_that_are_named_or_found(
 @pytest.mark.parametrize(
     ("change", "block_size", "message"),
     [
-        ({"head_dim": 48}, 16, r"head_dim: 48, GPU kernels take 16, 32, 64, 128"),
+        ({"head_dim": 48}, 16, r"head_dim: 48, GPU kernels take 16, 32, 64, 96, 128, 256"),
         ({}, 24, "block_size: 24, GPU kernels take powers of two"),
     ],
 )

@@ -20,7 +20,7 @@ import torch
 
 from cluster.fetch import demo_model_dir
 from engine.config import EngineConfig, Knob
-from engine.models.llama import load_model
+from engine.models.loading import load_model
 from engine.runner import Batch
 from engine.runners.arithmetic_model import expected_tokens
 from engine.runners.torch_cpu import TorchCPURunner

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from engine.models.llama import Linear, LlamaModel
+from engine.models.decoder import Decoder, Linear
 from engine.runner import Batch
 from engine.runners.step_plan import plan_step
 from engine.runners.torch_cpu import TorchCPURunner
@@ -47,7 +47,7 @@ class Expected(NamedTuple):
         return _centred(logits - self.logits).square().mean().sqrt().item() / self.rms
 
 
-def expected_errors(model: LlamaModel, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> Expected:
+def expected_errors(model: Decoder, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> Expected:
     """At every token of the answers, which are teacher-forced and equally long. `model`: float32, of weights that
     bfloat16 can hold.
     """
@@ -61,7 +61,7 @@ def expected_errors(model: LlamaModel, prompts: Sequence[list[int]], answers: Se
     return Expected(logits, _centred(errors).square().mean().sqrt().item(), gap_deviations)
 
 
-def teacher_forced(model: LlamaModel, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> torch.Tensor:
+def teacher_forced(model: Decoder, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> torch.Tensor:
     """Logits before every token of the answers, [P, vocab_size], all computed in one step: the answers pass for
     drafts.
     """
@@ -91,7 +91,7 @@ def teacher_forced(model: LlamaModel, prompts: Sequence[list[int]], answers: Seq
     return logits
 
 
-def _with_noise(model: LlamaModel, seed: int) -> LlamaModel:
+def _with_noise(model: Decoder, seed: int) -> Decoder:
     generator = torch.Generator().manual_seed(seed)
     num_heads, num_kv_heads = model.config.num_heads, model.config.num_kv_heads
     keys = slice(num_heads * model.config.head_dim, (num_heads + num_kv_heads) * model.config.head_dim)
@@ -114,9 +114,7 @@ def _with_noise(model: LlamaModel, seed: int) -> LlamaModel:
     return with_linears(model, linear, qkv)
 
 
-def with_linears(
-    model: LlamaModel, change: Callable[[Linear], Linear], change_qkv: Callable[[Linear], Linear]
-) -> LlamaModel:
+def with_linears(model: Decoder, change: Callable[[Linear], Linear], change_qkv: Callable[[Linear], Linear]) -> Decoder:
     """The model with its layers' linears changed."""
     return replace(
         model,

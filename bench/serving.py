@@ -53,7 +53,7 @@ print(batch * output / (time.perf_counter() - started))
 
 LINEARS = """
 import sys, time, pathlib, torch
-from engine.models.llama import load_model
+from engine.models.loading import load_model
 from engine.runners.cpu_head import make_head
 torch.set_num_threads(2)
 model, batch = load_model(pathlib.Path(sys.argv[1]), "bfloat16"), int(sys.argv[2])

@@ -24,7 +24,8 @@ from cluster.config import ClusterConfig, PoolConfig
 from decode_pool.service import DecodeService
 from engine.loop import EngineLoop
 from engine.models.checkpoint import check_model_dir
-from engine.models.config import eos_token_ids, kv_layout_fields
+from engine.models.config import kv_layout_fields
+from engine.models.config_file import eos_token_ids
 from engine.parts import EngineParts, assemble
 from engine.runner import Runner
 from engine.runners import arithmetic_model
@@ -76,7 +77,7 @@ def serve_model(config: ClusterConfig) -> ServedModel:
         )
     else:
         path = Path(config.model)
-        model = check_model_dir(path)
+        model = check_model_dir(path, longest_sequence(config))
         served = ServedModel(
             layout_fields={**kv_layout_fields(model, config.dtype, 1)},
             eos_token_ids=eos_token_ids(path),
@@ -91,6 +92,11 @@ def serve_model(config: ClusterConfig) -> ServedModel:
                 f"{name}.kv_cache_bytes: too few for two blocks of {served.layout(pool).block_bytes} bytes"
             )
     return served
+
+
+def longest_sequence(config: ClusterConfig) -> int:
+    """`max_model_len` of the deployment: both pools must rotate alike, so the larger one of theirs."""
+    return max(pool.engine.max_model_len for pool in config.pools.values() if pool.replicas)
 
 
 def check_max_model_len(config: ClusterConfig, limit: int) -> None:
@@ -222,14 +228,14 @@ def _prepare(config: ClusterConfig, pool: PoolConfig, served: ServedModel) -> tu
     from engine.kernels.launch import require_device
 
     require_device()
-    from engine.models.llama import load_model
+    from engine.models.loading import load_model
     from engine.runners.cuda import CUDARunner
     from engine.runners.cuda_memory import await_device_memory, profiled_blocks
 
     assert config.model is not None, "the arithmetic runner takes no GPU"
     engine = pool.engine
     await_device_memory(engine.gpu_memory_utilization)
-    model = load_model(Path(config.model), config.dtype, "cuda")
+    model = load_model(Path(config.model), config.dtype, "cuda", longest_sequence(config))
     blocks = profiled_blocks(model, engine) if is_profiled(pool) else num_blocks(config, pool, served)
 
     def make(cache: Any, host_blocks: int) -> Runner:
@@ -251,11 +257,11 @@ def _cpu_runner(config: ClusterConfig, pool: PoolConfig, cache: npt.NDArray[np.u
         return ArithmeticRunner(arithmetic_model.cache_view(cache), num_host_blocks=host_blocks)
     import torch  # 1.5 s and 200 MB that an arithmetic engine does not need
 
-    from engine.models.llama import load_model
+    from engine.models.loading import load_model
     from engine.runners.torch_cpu import TorchCPURunner
 
     torch.set_num_threads(pool.num_threads)
-    model = load_model(Path(config.model), config.dtype)
+    model = load_model(Path(config.model), config.dtype, "cpu", longest_sequence(config))
     return TorchCPURunner(
         model,
         torch.from_numpy(cache.reshape(-1)),

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from engine.cache_dir import cache_dir
 from engine.models.checkpoint import check_model_dir
-from engine.models.config import eos_token_ids
+from engine.models.config_file import eos_token_ids
 from protocol.errors import ModelError
 from router.tokenizer import TextTokenizer
 

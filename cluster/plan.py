@@ -14,11 +14,13 @@ from math import ceil
 from pathlib import Path
 from typing import Literal
 
-from cluster.build import DEFAULT_KV_CACHE_BYTES, check_max_model_len
+from cluster.build import DEFAULT_KV_CACHE_BYTES, check_max_model_len, longest_sequence
 from cluster.config import ClusterConfig, PoolConfig
 from cluster.limits import limit_warnings
 from engine.config import EngineConfig
-from engine.models.config import ModelConfig, kv_layout_fields, read_config
+from engine.models.checkpoint import num_parameters
+from engine.models.config import ModelConfig, kv_layout_fields
+from engine.models.registry import read_config
 from engine.runners import arithmetic_model
 from kv_transfer.layout import KVLayout
 from protocol.errors import ConfigError
@@ -104,7 +106,11 @@ def plan(
     """Raises ConfigError where nothing can be computed, ModelError for an unreadable config.json. Weights need not be
     there.
     """
-    model = read_config(Path(config.model)) if config.model is not None and config.runner != "arithmetic" else None
+    model = (
+        read_config(Path(config.model), longest_sequence(config))
+        if config.model is not None and config.runner != "arithmetic"
+        else None
+    )
     if model is not None:
         check_max_model_len(config, model.max_position_embeddings)
     pools = [_pool_plan(role, pool, config, model, load, device_memory_bytes) for role, pool in _pools(config)]
@@ -156,7 +162,7 @@ def _pool_plan(
 ) -> PoolPlan:
     engine = pool.engine
     layout = _layout(config, model, engine.block_size)
-    weight_bytes = model.num_parameters * DTYPE_BYTES[config.dtype] if model else 0
+    weight_bytes = num_parameters(model) * DTYPE_BYTES[config.dtype] if model else 0
     activation_bytes = _activation_bytes(model, engine, DTYPE_BYTES[config.dtype]) if model else 0
     num_bytes = None if device_memory_bytes is None else int(engine.gpu_memory_utilization * device_memory_bytes)
     free_bytes = None if num_bytes is None else num_bytes - weight_bytes - activation_bytes

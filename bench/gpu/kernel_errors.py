@@ -14,11 +14,14 @@ from bench.gpu.paged import LLAMA_8B, Heads, Paged, make_paged
 from bench.gpu.report import Cell, Column, Item, Note, Problem, Table
 from bench.gpu.setting import Setting
 from engine import sampling as on_cpu
-from engine.kernels import block_copy, reference, rms_norm, rope_and_cache, sampling, silu_and_mul
+from engine.kernels import block_copy, gated_activation, reference, rms_norm, rope_and_cache, sampling
+from engine.models.config import Activation
 from engine.sampling_metadata import SamplingMetadata
 from protocol.arrays import Int32
 from protocol.messages import SamplingParams
 
+GEMMA = Heads(num_heads=4, num_kv_heads=1, head_dim=256)
+PHI_MINI = Heads(num_heads=2, num_kv_heads=2, head_dim=96)
 LIMIT = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 """Of the error of a row, relative. bf16 rounds to 8 bits: 2^-9 each time a value passes through it."""
 
@@ -90,28 +93,42 @@ def _row_cases(setting: Setting) -> list[Case]:
             reference.rms_norm(expected_h, weight, 1e-5, expected)
         return [(out, expected), (h, expected_h)]
 
-    def silu(dtype: torch.dtype) -> list[Pair]:
+    def gated(dtype: torch.dtype, activation: Activation) -> list[Pair]:
         gate_up = randn(num_rows, 2 * inner, dtype=dtype)
         out, expected = _poisoned_pair(gate_up[:, :inner])
-        silu_and_mul.silu_and_mul(gate_up, out)
-        reference.silu_and_mul(gate_up, expected)
+        gated_activation.gated_activation(gate_up, out, activation)
+        reference.gated_activation(gate_up, expected, activation)
         return [(out, expected)]
 
-    def rope(dtype: torch.dtype, *, normed: bool) -> list[Pair]:
-        return _rope(setting, heads, num_rows, dtype, normed=normed)
+    def rope(dtype: torch.dtype, *, normed: bool, heads: Heads = heads, rotary_dim: int | None = None) -> list[Pair]:
+        return _rope(setting, heads, num_rows, dtype, normed=normed, rotary_dim=rotary_dim or heads.head_dim)
 
     return [
         Case("rms_norm", f"{num_rows} x {hidden}, float32 in", lambda dtype: norm(dtype, add=False)),
         Case("add_rms_norm", f"{num_rows} x {hidden}, float32 stream", lambda dtype: norm(dtype, add=True)),
-        Case("silu_and_mul", f"{num_rows} x {inner}", silu),
+        Case("gated_activation", f"{num_rows} x {inner}, silu", lambda dtype: gated(dtype, "silu")),
+        Case("gated_activation", f"{num_rows} x {inner}, gelu_tanh", lambda dtype: gated(dtype, "gelu_tanh")),
         Case("rope_and_cache", f"{num_rows} tokens", lambda dtype: rope(dtype, normed=False)),
         Case("rope_and_cache", f"{num_rows} tokens, q and k normed", lambda dtype: rope(dtype, normed=True)),
+        *(
+            Case(
+                "rope_and_cache",
+                f"{num_rows} tokens, {rotary_dim} of head_dim {wide.head_dim} rotated",
+                lambda dtype, wide=wide, rotary_dim=rotary_dim: rope(  # type: ignore[misc]
+                    dtype, normed=False, heads=wide, rotary_dim=rotary_dim
+                ),
+                every_dtype=False,
+            )
+            for wide, rotary_dim in ((PHI_MINI, 96), (PHI_MINI, 72), (GEMMA, 256))
+        ),
     ]
 
 
-def _rope(setting: Setting, heads: Heads, num_tokens: int, dtype: torch.dtype, *, normed: bool) -> list[Pair]:
+def _rope(
+    setting: Setting, heads: Heads, num_tokens: int, dtype: torch.dtype, *, normed: bool, rotary_dim: int
+) -> list[Pair]:
     """Every third token is padding and must leave the cache alone."""
-    half, num_blocks, device = heads.head_dim // 2, num_tokens // heads.block_size + 2, setting.device
+    half, num_blocks, device = rotary_dim // 2, num_tokens // heads.block_size + 2, setting.device
     qkv = torch.randn(num_tokens, (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim).to(device, dtype)
     angles = torch.rand(4 * num_tokens, half, device=device) * 6.3
     positions = torch.randint(4 * num_tokens, (num_tokens,), device=device)
@@ -146,9 +163,11 @@ def _attention_cases(setting: Setting) -> list[Case]:
     decodes = setting.size([1, 15, 16, 17, 63, 64, 65, 257, 1000, 4097], [1, 16, 65])
 
     def attention(
-        heads: Heads, queries: list[int], contexts: list[int], num_splits: int = 1
+        heads: Heads, queries: list[int], contexts: list[int], num_splits: int = 1, window: int = 0
     ) -> Callable[[torch.dtype], list[Pair]]:
-        return lambda dtype: _attention(make_paged(setting, heads, queries, contexts, dtype, num_layers=2), num_splits)
+        return lambda dtype: _attention(
+            make_paged(setting, heads, queries, contexts, dtype, num_layers=2), num_splits, window
+        )
 
     ones = [1] * len(decodes)
     cases = []
@@ -162,15 +181,23 @@ def _attention_cases(setting: Setting) -> list[Case]:
                 Case("paged_attention", f"chunks and decodes, {name}", attention(heads, *mixed), every_dtype=size == 4)
             )
     cases.append(Case("paged_attention", "decodes, 5 splits", attention(group[4], ones, decodes, num_splits=5)))
+    for name, heads in {"group 4": group[4], "Phi-3-mini": PHI_MINI, "Gemma 3": GEMMA}.items():
+        for window in (0, 64) if heads.head_dim != 128 else (64,):
+            seen = f"{name}, window {window}" if window else name
+            cases += [
+                Case("paged_attention", f"decodes, {seen}", attention(heads, ones, decodes, window=window), False),
+                Case("paged_attention", f"5 splits, {seen}", attention(heads, ones, decodes, 5, window), False),
+                Case("paged_attention", f"chunks and decodes, {seen}", attention(heads, *mixed, window=window), False),
+            ]
     return cases
 
 
-def _attention(paged: Paged, num_splits: int) -> list[Pair]:
-    paged.run(layer=1, num_splits=num_splits, workspace=paged.workspace(num_splits))
+def _attention(paged: Paged, num_splits: int, window: int) -> list[Pair]:
+    paged.run(layer=1, num_splits=num_splits, workspace=paged.workspace(num_splits), window=window)
     expected = torch.full_like(paged.out, torch.nan)
     reference.paged_attention(
         paged.q, paged.cache, 1, paged.block_tables, paged.starts, paged.lengths, expected,
-        scale=paged.heads.head_dim**-0.5, max_num_queries=max(paged.queries),
+        scale=paged.heads.head_dim**-0.5, max_num_queries=max(paged.queries), window=window,
     )  # fmt: skip
     return [(paged.out, expected)]
 

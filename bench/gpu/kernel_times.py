@@ -13,7 +13,7 @@ from bench.gpu.paged import LLAMA_8B, Heads, Paged, make_paged
 from bench.gpu.report import Cell, Column, Item, Note, Table
 from bench.gpu.setting import Setting
 from bench.gpu.timing import Floors, Stopwatch, measure_floors
-from engine.kernels import block_copy, paged_attention, rms_norm, rope_and_cache, sampling, silu_and_mul
+from engine.kernels import block_copy, gated_activation, paged_attention, rms_norm, rope_and_cache, sampling
 
 
 class Work(NamedTuple):
@@ -116,7 +116,7 @@ def _other_works(setting: Setting) -> Iterator[Work]:
     randn = Random(setting)
     for rows in setting.size((1, 64, 2048), (3,)):
         yield _norm_work(rows, hidden, randn)
-        yield _silu_work(rows, inner, randn)
+        yield _gated_work(rows, inner, randn)
         yield _rope_work(heads, rows, randn)
     for rows in setting.size((1, 64), (3,)):
         logits = randn(rows, vocab_size).float()
@@ -148,10 +148,13 @@ def _norm_work(rows: int, hidden: int, randn: Random) -> Work:
     return Work("add_rms_norm", f"{rows} rows, float32 stream", call, num_bytes)
 
 
-def _silu_work(rows: int, inner: int, randn: Random) -> Work:
+def _gated_work(rows: int, inner: int, randn: Random) -> Work:
     gate_up, out = randn(rows, 2 * inner), randn(rows, inner)
     return Work(
-        "silu_and_mul", f"{rows} rows", partial(silu_and_mul.silu_and_mul, gate_up, out), gate_up.nbytes + out.nbytes
+        "gated_activation",
+        f"{rows} rows, silu",
+        partial(gated_activation.gated_activation, gate_up, out, "silu"),
+        gate_up.nbytes + out.nbytes,
     )
 
 

@@ -4,8 +4,9 @@ import torch
 
 from bench.gpu.setting import Setting
 from engine.models.checkpoint import expected_shapes
-from engine.models.config import Dtype, ModelConfig
-from engine.models.llama import LlamaModel, build_model
+from engine.models.config import Dtype, ModelConfig, Rope
+from engine.models.decoder import Decoder
+from engine.models.loading import build_model
 from engine.runners.cuda import CUDARunner, block_bytes
 from engine.runners.torch_cpu import TorchCPURunner
 
@@ -26,7 +27,7 @@ def small_config(setting: Setting) -> ModelConfig:
         num_kv_heads=2,
         head_dim=64,
         rms_norm_eps=1e-5,
-        rope_theta=10000.0,
+        rope=Rope(theta=10000.0),
         tie_word_embeddings=True,
         max_position_embeddings=1024,
     )
@@ -46,7 +47,7 @@ def large_config(setting: Setting) -> ModelConfig:
         num_kv_heads=8,
         head_dim=128,
         rms_norm_eps=1e-5,
-        rope_theta=500000.0,
+        rope=Rope(theta=500000.0),
         tie_word_embeddings=False,
         max_position_embeddings=8192,
     )
@@ -54,7 +55,7 @@ def large_config(setting: Setting) -> ModelConfig:
 
 def random_model(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int, *, drawn_on: torch.device
-) -> LlamaModel:
+) -> Decoder:
     """Weights of a size that keeps activations near one, so that attention matters. Another kind of `drawn_on` draws
     other weights.
     """
@@ -70,18 +71,18 @@ def random_model(
     return build_model(config, name_of[dtype], read)
 
 
-def small_model(setting: Setting, device: torch.device) -> LlamaModel:
+def small_model(setting: Setting, device: torch.device) -> Decoder:
     """float32, the same weights on every device."""
     return random_model(small_config(setting), torch.float32, device, setting.seed, drawn_on=torch.device("cpu"))
 
 
-def large_model(setting: Setting) -> LlamaModel:
+def large_model(setting: Setting) -> Decoder:
     return random_model(
         large_config(setting), setting.model_dtype, setting.device, setting.seed, drawn_on=setting.device
     )
 
 
-def make_cache(model: LlamaModel, num_blocks: int) -> torch.Tensor:
+def make_cache(model: Decoder, num_blocks: int) -> torch.Tensor:
     """Flat uint8, on the model's device; random KV, since a step's time may depend on what it computes with."""
     cache = torch.empty(num_blocks * block_bytes(model, BLOCK_SIZE), dtype=torch.uint8, device=model.embed.device)
     for piece in cache.view(model.dtype).split(1 << 30):
@@ -89,13 +90,13 @@ def make_cache(model: LlamaModel, num_blocks: int) -> torch.Tensor:
     return cache
 
 
-def cpu_runner(model: LlamaModel, num_blocks: int) -> TorchCPURunner:
+def cpu_runner(model: Decoder, num_blocks: int) -> TorchCPURunner:
     return TorchCPURunner(
         model, make_cache(model, num_blocks), block_size=BLOCK_SIZE, num_threads=torch.get_num_threads()
     )
 
 
-def gpu_runner(model: LlamaModel, cache: torch.Tensor, graph_sizes: tuple[int, ...] = ()) -> CUDARunner:
+def gpu_runner(model: Decoder, cache: torch.Tensor, graph_sizes: tuple[int, ...] = ()) -> CUDARunner:
     """The interpreted one in a rehearsal."""
     max_model_len = model.config.max_position_embeddings
     return CUDARunner(model, cache, block_size=BLOCK_SIZE, max_model_len=max_model_len, graph_sizes=graph_sizes)

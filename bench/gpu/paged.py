@@ -37,11 +37,11 @@ class Paged:
     """int32 [B]: the contexts, on the device"""
     out: torch.Tensor
 
-    def run(self, layer: int = 0, num_splits: int = 1, workspace: torch.Tensor | None = None) -> None:
+    def run(self, layer: int = 0, num_splits: int = 1, workspace: torch.Tensor | None = None, window: int = 0) -> None:
         paged_attention(
             self.q, self.cache, layer, self.block_tables, self.starts, self.lengths, self.out,
             scale=self.heads.head_dim**-0.5, max_num_queries=max(self.queries), num_splits=num_splits,
-            workspace=workspace,
+            workspace=workspace, window=window,
         )  # fmt: skip
 
     def workspace(self, num_splits: int) -> torch.Tensor | None:

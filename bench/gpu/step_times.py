@@ -11,6 +11,7 @@ from bench.gpu.models import BLOCK_SIZE, gpu_runner, large_model, make_cache
 from bench.gpu.report import Cell, Column, Item, Note, Table
 from bench.gpu.setting import Setting
 from bench.gpu.timing import Floors, Stopwatch, measure_floors
+from engine.models.checkpoint import num_parameters
 from engine.models.config import ModelConfig
 from engine.runner import Batch
 from engine.runners.cuda import CUDARunner, block_bytes
@@ -80,7 +81,7 @@ def _columns(way: str) -> tuple[Column, ...]:
 
 
 def _title(setting: Setting, config: ModelConfig) -> str:
-    return f"{config.num_parameters / 1e9:.2f} B random weights, {str(setting.model_dtype).removeprefix('torch.')}"
+    return f"{num_parameters(config) / 1e9:.2f} B random weights, {str(setting.model_dtype).removeprefix('torch.')}"
 
 
 def _decode_ms(runner: CUDARunner, batch: Batch, watch: Stopwatch, num_steps: int) -> tuple[float, float, float]:
@@ -115,7 +116,7 @@ def _prompt_row(runner: CUDARunner, length: int, num_blocks: int, floors: Floors
 
 def _weights(config: ModelConfig) -> int:
     """Elements that a step reads: of the embedding only the tokens' rows, unless it is the head too."""
-    return config.num_parameters - (0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size)
+    return num_parameters(config) - (0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size)
 
 
 def decode_batch(num_sequences: int, context: int, num_blocks: int) -> Batch:

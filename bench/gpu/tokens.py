@@ -16,7 +16,7 @@ from bench.gpu.report import Cell, Column, Item, Note, Problem, Table
 from bench.gpu.setting import ROOT, Setting
 from bench.rounding import expected_errors
 from engine.models.config import Dtype
-from engine.models.llama import load_model
+from engine.models.loading import load_model
 from protocol.messages import SamplingParams
 from router.admission import ClientRequest
 

@@ -4,6 +4,8 @@ float64.
 
 import torch
 
+from engine.models.config import Activation
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
     value = x.double()
@@ -15,9 +17,12 @@ def add_rms_norm(h: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps
     rms_norm(h, weight, eps, out)
 
 
-def silu_and_mul(gate_up: torch.Tensor, out: torch.Tensor) -> None:
+def gated_activation(gate_up: torch.Tensor, out: torch.Tensor, activation: Activation) -> None:
     gate, up = gate_up.double().chunk(2, dim=-1)
-    out.copy_(torch.nn.functional.silu(gate) * up)
+    active = (
+        torch.nn.functional.silu(gate) if activation == "silu" else torch.nn.functional.gelu(gate, approximate="tanh")
+    )
+    out.copy_(active * up)
 
 
 def rope_and_cache(
@@ -49,8 +54,9 @@ def rope_and_cache(
 
 
 def _rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    first, second = x.double().chunk(2, dim=-1)
-    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
+    half = cosine.shape[-1]
+    first, second, rest = x.double().split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    return torch.cat([first * cosine - second * sine, second * cosine + first * sine, rest], dim=-1)
 
 
 def gather_blocks(cache_flat: torch.Tensor, block_ids: torch.Tensor, out: torch.Tensor) -> None:
@@ -78,6 +84,7 @@ def paged_attention(
     max_num_queries: int,
     num_splits: int = 1,
     workspace: torch.Tensor | None = None,
+    window: int = 0,
 ) -> None:
     group, block_size = q.shape[1] // cache.shape[3], cache.shape[4]
     for table, first, end, context in zip(
@@ -92,5 +99,6 @@ def paged_attention(
             if seen <= 0:  # a padding row
                 out[token] = 0
                 continue
-            weights = torch.softmax(torch.einsum("hd,hkd->hk", q[token].double(), k[:, :seen]) * scale, dim=-1)
-            out[token] = torch.einsum("hk,hkd->hd", weights, v[:, :seen])
+            begin = max(0, seen - window) if window else 0
+            scores = torch.einsum("hd,hkd->hk", q[token].double(), k[:, begin:seen]) * scale
+            out[token] = torch.einsum("hk,hkd->hd", torch.softmax(scores, dim=-1), v[:, begin:seen])

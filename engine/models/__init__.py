@@ -1,1 +1,1 @@
-"""Models as they lie on disk and in memory: config, safetensors, Llama weights, conversion from GGUF."""
+"""Models as they lie on disk and in memory: families, config, safetensors, the forward pass, conversion from GGUF."""

@@ -4,10 +4,13 @@ here.
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engine.models.config import ModelConfig, read_config, read_json, shape_text
+from engine.models.config import ModelConfig, shape_text
+from engine.models.config_file import read_json
+from engine.models.registry import FAMILIES, read_config
 from protocol.errors import ModelError
 
 DTYPE_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
@@ -30,13 +33,13 @@ class TensorEntry:
     end: int
 
 
-def check_model_dir(model_dir: Path) -> ModelConfig:
-    """Config with fingerprint of a directory that can be served; reads config, headers and a few sampled bytes, loads
-    nothing.
+def check_model_dir(model_dir: Path, max_model_len: int | None = None) -> ModelConfig:
+    """Config with fingerprint of a directory that can be served; reads config (as `read_config` does), headers and a
+    few sampled bytes, loads nothing.
 
     Raises ModelError naming file, tensor, what was expected and what is there.
     """
-    config = read_config(model_dir)
+    config = read_config(model_dir, max_model_len)
     entries = read_entries(model_dir)
     check_entries(model_dir, config, entries)
     return replace(config, fingerprint=_fingerprint(config, entries))
@@ -44,36 +47,20 @@ def check_model_dir(model_dir: Path) -> ModelConfig:
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor that a checkpoint must hold, by its Hugging Face name; linear weights are [out, in]."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (config.vocab_size, hidden),
-        "model.norm.weight": (hidden,),
+        "model.embed_tokens.weight": (config.vocab_size, config.hidden_size),
+        "model.norm.weight": (config.hidden_size,),
     }
     if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (q_size, hidden),
-        "self_attn.k_proj.weight": (kv_size, hidden),
-        "self_attn.v_proj.weight": (kv_size, hidden),
-        "self_attn.o_proj.weight": (hidden, q_size),
-        "post_attention_layernorm.weight": (hidden,),
-        "mlp.gate_proj.weight": (inner, hidden),
-        "mlp.up_proj.weight": (inner, hidden),
-        "mlp.down_proj.weight": (hidden, inner),
-    }
-    if config.qkv_bias:
-        layer |= {
-            "self_attn.q_proj.bias": (q_size,),
-            "self_attn.k_proj.bias": (kv_size,),
-            "self_attn.v_proj.bias": (kv_size,),
-        }
-    if config.qk_norm:
-        layer |= {"self_attn.q_norm.weight": (config.head_dim,), "self_attn.k_norm.weight": (config.head_dim,)}
+        shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
+    layer = FAMILIES[config.architecture].tensors.shapes(config)
     for i in range(config.num_layers):
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
     return shapes
+
+
+def num_parameters(config: ModelConfig) -> int:
+    return sum(math.prod(shape) for shape in expected_shapes(config).values())
 
 
 def check_entries(model_dir: Path, config: ModelConfig, entries: dict[str, TensorEntry]) -> None:

@@ -20,12 +20,12 @@ import numpy as np
 import torch
 
 from engine.kernels.launch import require_device
-from engine.kernels.paged_attention import num_splits
-from engine.models.llama import LlamaModel, float32_logits
+from engine.kernels.paged_attention import HEAD_DIMS, num_splits
+from engine.models.decoder import Decoder, float32_logits, forward
 from engine.runner import Batch, StepOutput
 from engine.runners.cuda_copies import DeviceEvent, SwapCopies, fetch, upload
-from engine.runners.cuda_forward import DeviceStep, forward
 from engine.runners.cuda_graphs import TOKEN_IDS, DecodeGraphs, packed_decodes
+from engine.runners.cuda_ops import CUDAOps, DeviceStep
 from engine.runners.cuda_sampling import (
     NO_SAMPLING_METADATA,
     Arrays,
@@ -40,17 +40,15 @@ from engine.runners.step_plan import StepPlan, plan_step
 from engine.sampling import Contexts
 from protocol.errors import CapacityError, ConfigError
 
-HEAD_DIMS = (16, 32, 64, 128)
-
 Tensors = dict[str, torch.Tensor]
 
 
-def block_bytes(model: LlamaModel, block_size: int) -> int:
+def block_bytes(model: Decoder, block_size: int) -> int:
     """Of one KV block."""
     return math.prod(_block_shape(model, block_size)) * model.dtype.itemsize
 
 
-def _block_shape(model: LlamaModel, block_size: int) -> tuple[int, ...]:
+def _block_shape(model: Decoder, block_size: int) -> tuple[int, ...]:
     return (model.config.num_layers, 2, model.config.num_kv_heads, block_size, model.config.head_dim)
 
 
@@ -104,7 +102,7 @@ class CUDARunner:
 
     def __init__(
         self,
-        model: LlamaModel,
+        model: Decoder,
         cache: torch.Tensor,
         *,
         block_size: int,
@@ -131,7 +129,7 @@ class CUDARunner:
         """
         with torch.inference_mode():
             self._graphs = DecodeGraphs(
-                lambda step: forward(self.model, self.cache, step),
+                self._forward,
                 graph_sizes,
                 max_blocks=-(-max_model_len // block_size),
                 num_splits=lambda num_decodes: self._num_splits(num_decodes, max_model_len),
@@ -195,7 +193,10 @@ class CUDARunner:
             max_num_queries=max_num_queries,
             num_splits=self._num_splits(len(plan.contexts), int(plan.contexts.max())) if max_num_queries == 1 else 1,
         )
-        return forward(self.model, self.cache, step)
+        return self._forward(step)
+
+    def _forward(self, step: DeviceStep) -> torch.Tensor | None:
+        return forward(self.model, CUDAOps(self.model, self.cache, step), step.token_ids, step.kept)
 
     def _num_splits(self, num_decodes: int, max_context: int) -> int:
         return num_splits(num_decodes, self.model.config.num_kv_heads, max_context, self.num_sms)
@@ -227,7 +228,7 @@ def _sampling_metadata(plan: StepPlan, batch: Batch, vocab_size: int) -> DeviceS
     return device_sampling_metadata(batch.sampling, Contexts(rows, num_known, batch.token_ids, num_known), vocab_size)
 
 
-def _check_shapes(model: LlamaModel, block_size: int) -> None:
+def _check_shapes(model: Decoder, block_size: int) -> None:
     if model.config.head_dim not in HEAD_DIMS:
         raise ConfigError(
             f"head_dim: {model.config.head_dim}, GPU kernels take {', '.join(map(str, HEAD_DIMS))}; choose `device: "

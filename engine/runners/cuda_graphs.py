@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from engine.runners.cuda_forward import DeviceStep
+from engine.runners.cuda_ops import DeviceStep
 from engine.runners.step_plan import StepPlan
 from protocol.arrays import Int32
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from engine.config import EngineConfig
-from engine.models.llama import LlamaModel
+from engine.models.decoder import Decoder
 from engine.runner import Batch
 from engine.runners.cuda import CUDARunner, block_bytes
 from engine.sampling_metadata import SamplingMetadata
@@ -63,7 +63,7 @@ def kv_blocks(*, total_bytes: int, free_bytes: int, graph_bytes: int, utilizatio
     return num_bytes // block_bytes
 
 
-def profiled_blocks(model: LlamaModel, config: EngineConfig) -> int:
+def profiled_blocks(model: Decoder, config: EngineConfig) -> int:
     """Computes the largest step on the model's GPU. Raises CapacityError, also where that step itself does not fit."""
     device = model.embed.device
     size = block_bytes(model, config.block_size)

@@ -1,4 +1,4 @@
-"""The real model on CPU: torch linears, attention over a block-major paged cache.
+"""The real model on CPU: `engine/models/decoder.py` over operations of torch or our own, and a block-major paged cache.
 
 0. Blocks of preempted sequences are copied to the host, and back for those that go on.
 1. `plan_step` lays the batch flat: T tokens of B sequences, prompt chunks and decodes alike.
@@ -15,7 +15,7 @@ import time
 import numpy as np
 import torch
 
-from engine.models.llama import LlamaModel
+from engine.models.decoder import Decoder, forward
 from engine.runner import Batch, StepOutput
 from engine.runners.cpu_ops import CPUOps, TorchOps
 from engine.runners.drafts import accept
@@ -33,7 +33,7 @@ class TorchCPURunner:
     """
 
     def __init__(
-        self, model: LlamaModel, cache: torch.Tensor, *, block_size: int, num_threads: int, num_host_blocks: int = 0
+        self, model: Decoder, cache: torch.Tensor, *, block_size: int, num_threads: int, num_host_blocks: int = 0
     ) -> None:
         config = model.config
         block_shape = (config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
@@ -80,24 +80,14 @@ class TorchCPURunner:
 
     def forward(self, plan: StepPlan) -> torch.Tensor | None:
         """Logits, float32 [L, vocab_size], after the sampled tokens; None if nothing samples. Writes the plan's KV."""
-        model, ops = self.model, self._ops
+        ops, sampled = self._ops, plan.sampled_tokens
         ops.begin(plan)
-        h = model.embed[torch.from_numpy(plan.token_ids)].float()
-        x = ops.norm(h, model.layers[0].input_norm)
-        for i, layer in enumerate(model.layers):
-            attended = ops.attention(i, layer.qkv(x))
-            if i == len(model.layers) - 1:
-                if not len(plan.sampled_tokens):
-                    return None
-                kept = torch.from_numpy(plan.sampled_tokens)
-                attended, h = attended[kept], h[kept]
-            x = ops.add_norm(h, layer.o(attended), layer.post_norm)
-            down = layer.down(ops.silu_mul(layer.gate_up(x)))
-            x = ops.add_norm(h, down, model.layers[i + 1].input_norm if i + 1 < len(model.layers) else model.norm)
-        return ops.logits(x)
+        kept = None if len(sampled) == len(plan.token_ids) else torch.from_numpy(sampled)
+        x = forward(self.model, ops, torch.from_numpy(plan.token_ids), kept)
+        return None if x is None else ops.logits(x)
 
 
-def _make_ops(model: LlamaModel, cache: torch.Tensor, num_threads: int) -> CPUOps:
+def _make_ops(model: Decoder, cache: torch.Tensor, num_threads: int) -> CPUOps:
     """Compiled kernels where numba is installed and the shapes fill whole vectors, else plain torch."""
     try:
         from engine.runners.numba_ops import NumbaOps, supports

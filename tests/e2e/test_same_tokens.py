@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-import engine.models.llama as llama
+import engine.models.loading as loading
 from cluster.config import from_tree
 from engine.runners.arithmetic_model import expected_tokens
 from protocol.messages import SamplingParams
@@ -41,7 +41,7 @@ def one_table() -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def weights_loaded_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llama, "load_model", cache(llama.load_model))
+        patch.setattr(loading, "load_model", cache(loading.load_model))
         yield
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from cluster.fetch import demo_model_dir
-from engine.models.llama import LlamaModel, load_model
+from engine.models.decoder import Decoder
+from engine.models.loading import load_model
 from engine.runner import Batch, StepOutput
 from engine.runners.step_plan import StepPlan
 from engine.runners.torch_cpu import TorchCPURunner
@@ -28,7 +29,7 @@ NUM_BLOCKS, BLOCK_SIZE = 64, 16
 class RecordingRunner(TorchCPURunner):
     """Keeps the logits of every step: [number of sequences that sample, vocab_size] by row."""
 
-    def __init__(self, model: LlamaModel) -> None:
+    def __init__(self, model: Decoder) -> None:
         config = model.config
         block_bytes = config.num_layers * 2 * config.num_kv_heads * BLOCK_SIZE * config.head_dim * model.dtype.itemsize
         cache = torch.zeros(NUM_BLOCKS * block_bytes, dtype=torch.uint8)
@@ -48,12 +49,12 @@ class RecordingRunner(TorchCPURunner):
         return output
 
 
-def greedy_answers(model: LlamaModel, budget: int) -> list[list[int]]:
+def greedy_answers(model: Decoder, budget: int) -> list[list[int]]:
     runner = RecordingRunner(model)
     return generate(runner, PROMPTS, GOLDEN["n"], budget=budget, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
 
 
-def forced_logits(model: LlamaModel) -> torch.Tensor:
+def forced_logits(model: Decoder) -> torch.Tensor:
     """[P, vocab_size] before every token of the answers, one answer after the other; prompts in chunks, answers token
     by token.
     """

@@ -7,7 +7,7 @@ import torch
 pytest.importorskip("numba")
 
 from engine.kernel_cache import one_compiles
-from engine.models.llama import float32_logits
+from engine.models.decoder import float32_logits
 from engine.runners import cpu_head
 
 

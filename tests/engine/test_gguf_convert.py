@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from engine.models import gguf_convert
 from engine.models.checkpoint import check_model_dir
-from engine.models.config import eos_token_ids, read_json
+from engine.models.config_file import eos_token_ids, read_json
 from engine.models.gguf_convert import LAYER_NAMES, TOP_NAMES, convert_gguf
 from protocol.errors import ModelError
 from tests.engine.tiny_llama import TINY, random_tensors
@@ -43,7 +43,7 @@ def write_gguf(path: Path, tensors: dict[str, torch.Tensor], pre: str = "smollm"
     writer.add_feed_forward_length(TINY.intermediate_size)
     writer.add_head_count(TINY.num_heads)
     writer.add_head_count_kv(TINY.num_kv_heads)
-    writer.add_rope_freq_base(TINY.rope_theta)
+    writer.add_rope_freq_base(TINY.rope.theta)
     writer.add_rope_dimension_count(TINY.head_dim)
     writer.add_layer_norm_rms_eps(TINY.rms_norm_eps)
     writer.add_vocab_size(TINY.vocab_size)
@@ -83,7 +83,7 @@ def test_weights_tokenizer_and_config_arrive(tmp_path: Path) -> None:
     convert_gguf(tmp_path / "model.gguf", model_dir, lambda text: None)
 
     config = check_model_dir(model_dir)
-    assert (config.num_layers, config.head_dim, config.rope_theta, config.rms_norm_eps) == (2, 64, 10000.0, 1e-5)
+    assert (config.num_layers, config.head_dim, config.rope.theta, config.rms_norm_eps) == (2, 64, 10000.0, 1e-5)
     assert config.tie_word_embeddings
     loaded = load_file(model_dir / "model.safetensors")
     assert loaded.keys() == tensors.keys()

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from engine.models.llama import build_model
+from engine.models.loading import build_model
 from engine.runner import Batch
 from engine.runners.torch_cpu import TorchCPURunner
 from tests.engine.runner_driver import make_batch

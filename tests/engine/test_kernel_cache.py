@@ -21,8 +21,8 @@ pytest.importorskip("numba")
 
 from engine import kernel_cache
 from engine.kernel_cache import KernelCache, compiled, compiled_loop, folder_of, one_compiles
-from engine.models.llama import build_model
-from engine.runners import cpu_kernels, cpu_simd
+from engine.models.loading import build_model
+from engine.runners import cpu_attention, cpu_simd
 from engine.runners.cpu_simd import make_widen_row
 from engine.runners.torch_cpu import TorchCPURunner
 from tests.engine.tiny_llama import TINY, random_tensors
@@ -210,8 +210,8 @@ def test_symbols_of_attention_carry_its_shape() -> None:
     """Else a process that loads two shapes which two others compiled may run one for the other."""
     model = build_model(TINY, "float32", random_tensors(TINY).__getitem__)
     TorchCPURunner(model, torch.zeros(2 * 2 * 2 * 2 * 16 * 64 * 4, dtype=torch.uint8), block_size=16, num_threads=1)
-    files = list(folder_of(cpu_kernels.SOURCES).glob("*.attention_64_3_16_f32*.nbc"))
+    files = list(folder_of(cpu_attention.SOURCES).glob("*.attention_64_3_16_64_f32*.nbc"))
     assert files
     for file in files:
-        names = set(re.findall(rb"make_attention12_3clocals_3e\d+(\w+?)B\d+v", file.read_bytes()))
-        assert len(names) > 3 and all(name.endswith(b"_64_3_16_f32") for name in names)
+        names = set(re.findall(rb"_make_\w+?12_3clocals_3e\d+(\w+?)B\d+v", file.read_bytes()))
+        assert len(names) > 3 and all(name.endswith(b"_64_3_16_64_f32") for name in names)

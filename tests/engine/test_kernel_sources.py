@@ -101,7 +101,7 @@ def test_what_a_compiled_function_depends_on_is_among_its_sources(module: str) -
 
 
 def test_there_are_sources_to_check() -> None:
-    assert {"engine.scheduler.loops_sequences", "engine.runners.cpu_kernels", "simulator.summing_runner"} <= set(
+    assert {"engine.scheduler.loops_sequences", "engine.runners.cpu_attention", "simulator.summing_runner"} <= set(
         MODULES
     )
 

@@ -11,9 +11,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine.models.checkpoint import check_model_dir
-from engine.models.config import RopeScaling, eos_token_ids, kv_layout_fields, read_config
-from engine.models.llama import load_model
+from engine.models.checkpoint import check_model_dir, num_parameters
+from engine.models.config import RopeScaling, kv_layout_fields
+from engine.models.config_file import eos_token_ids
+from engine.models.loading import load_model
+from engine.models.registry import read_config
 from protocol.errors import ModelError
 from tests.engine.tiny_llama import TINY, random_tensors, write_model_dir
 
@@ -31,7 +33,7 @@ def test_config_is_read_back(tmp_path: Path) -> None:
     config = check_model_dir(tmp_path)
     assert replace(config, fingerprint="") == TINY
     assert len(config.fingerprint) == 32
-    assert config.num_parameters == sum(tensor.numel() for tensor in random_tensors(TINY).values())
+    assert num_parameters(config) == sum(tensor.numel() for tensor in random_tensors(TINY).values())
 
 
 def test_kv_layout_fields_name_what_two_caches_must_share(tmp_path: Path) -> None:
@@ -49,18 +51,18 @@ def test_kv_layout_fields_name_what_two_caches_must_share(tmp_path: Path) -> Non
 
 def test_newer_directories_keep_theta_in_rope_parameters(tmp_path: Path) -> None:
     write_model_dir(tmp_path, rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
-    assert read_config(tmp_path).rope_theta == 5e5
+    assert read_config(tmp_path).rope.theta == 5e5
 
 
 def test_older_directories_keep_scaling_in_rope_scaling_and_theta_beside_it(tmp_path: Path) -> None:
     write_model_dir(tmp_path, rope_theta=5e5, rope_scaling=LLAMA3_ROPE)
     config = read_config(tmp_path)
-    assert config.rope_theta == 5e5
-    assert config.rope_scaling == RopeScaling(
+    assert config.rope.theta == 5e5
+    assert config.rope.scaling == RopeScaling(
         factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=8192
     )
     write_model_dir(tmp_path, rope_scaling={"type": "linear", "factor": 4})
-    assert read_config(tmp_path).rope_scaling == RopeScaling(factor=4.0)
+    assert read_config(tmp_path).rope.scaling == RopeScaling(factor=4.0)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +86,7 @@ def test_sequences_stay_within_the_attention_window(
 @pytest.mark.parametrize("change", [{"qkv_bias": True}, {"qk_norm": True}])
 def test_parameters_are_counted(change: dict[str, Any]) -> None:
     config = replace(TINY, **change)
-    assert config.num_parameters == sum(tensor.numel() for tensor in random_tensors(config).values())
+    assert num_parameters(config) == sum(tensor.numel() for tensor in random_tensors(config).values())
 
 
 def test_fingerprint_follows_the_weights_and_not_the_place(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from engine.models.config import ModelConfig
-from engine.models.llama import LlamaModel, build_model
+from engine.models.decoder import Decoder
+from engine.models.loading import build_model
 from engine.runners import torch_cpu
 from engine.runners.cpu_ops import TorchOps
 from engine.runners.step_plan import plan_step
@@ -21,10 +22,10 @@ from tests.engine.runner_driver import generate, make_batch
 from tests.engine.tiny_llama import TINY, dense_logits, random_tensors
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 64
-MakeRunner = Callable[[LlamaModel], TorchCPURunner]
+MakeRunner = Callable[[Decoder], TorchCPURunner]
 
 
-def cache_for(model: LlamaModel, block_size: int = BLOCK_SIZE, num_blocks: int = NUM_BLOCKS) -> torch.Tensor:
+def cache_for(model: Decoder, block_size: int = BLOCK_SIZE, num_blocks: int = NUM_BLOCKS) -> torch.Tensor:
     """A cache full of NaN: reading one slot that was not written shows."""
     config = model.config
     elements = num_blocks * config.num_layers * 2 * config.num_kv_heads * block_size * config.head_dim

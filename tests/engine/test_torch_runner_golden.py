@@ -17,7 +17,8 @@ import torch
 from bench.rounding import Expected, expected_errors, teacher_forced, with_linears
 from cluster.fetch import demo_model_dir
 from engine.models.config import Dtype
-from engine.models.llama import Linear, LlamaModel, load_model
+from engine.models.decoder import Decoder, Linear
+from engine.models.loading import load_model
 from engine.runners import torch_cpu
 from engine.runners.cpu_ops import TorchOps
 from protocol.errors import ModelError
@@ -33,7 +34,7 @@ AVX2_ONLY = {
 }
 
 
-def load(dtype: Dtype) -> LlamaModel:
+def load(dtype: Dtype) -> Decoder:
     try:
         return load_model(demo_model_dir(lambda text: None), dtype)
     except ModelError as error:
@@ -41,22 +42,22 @@ def load(dtype: Dtype) -> LlamaModel:
 
 
 @pytest.fixture(scope="module")
-def float32() -> LlamaModel:
+def float32() -> Decoder:
     return load("float32")
 
 
 @pytest.fixture(scope="module")
-def bfloat16() -> LlamaModel:
+def bfloat16() -> Decoder:
     return load("bfloat16")
 
 
 @pytest.fixture(scope="module")
-def expected(float32: LlamaModel) -> Expected:
+def expected(float32: Decoder) -> Expected:
     return expected_errors(float32, PROMPTS, ANSWERS)
 
 
 @pytest.mark.parametrize("budget", [16, 100, 8192])
-def test_float32_gives_every_golden_token(float32: LlamaModel, budget: int) -> None:
+def test_float32_gives_every_golden_token(float32: Decoder, budget: int) -> None:
     assert greedy_answers(float32, budget) == ANSWERS
 
 
@@ -77,7 +78,7 @@ def check_bfloat16(logits: torch.Tensor, expected: Expected) -> None:
     assert 0.85 < expected.relative_rms(logits) < 1.15, expected.relative_rms(logits)
 
 
-def test_bfloat16_errs_as_far_as_it_rounds(bfloat16: LlamaModel, expected: Expected) -> None:
+def test_bfloat16_errs_as_far_as_it_rounds(bfloat16: Decoder, expected: Expected) -> None:
     """Its errors are of the size that its roundings explain, and so are the margins at which it chooses another
     token.
     """
@@ -96,17 +97,20 @@ def rounded_halfway(exact: Linear) -> Linear:
 
 
 class RoundedResidual(TorchOps):
-    def add_norm(self, h: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def add_norm(
+        self, h: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, delta_norm: torch.Tensor | None
+    ) -> torch.Tensor:
         h.copy_((h + delta).bfloat16())
         return self.norm(h, weight)
 
 
 class KeysOneLate(TorchOps):
-    def _rotate(self, x: torch.Tensor) -> torch.Tensor:
+    def _rotated(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         if x.shape[1] == self.model.config.num_kv_heads:
-            later = torch.from_numpy(self.plan.positions) + 1
-            self.cos, self.sin = self.model.cos[later, None, :], self.model.sin[later, None, :]
-        return super()._rotate(x)
+            attention = self.model.layers[0].attention
+            later = self.positions + 1
+            cos, sin = attention.cos[later, None, :], attention.sin[later, None, :]
+        return super()._rotated(x, cos, sin)
 
 
 @pytest.mark.parametrize(
@@ -125,9 +129,9 @@ class KeysOneLate(TorchOps):
     ],
 )
 def test_a_planted_mistake_is_more_than_rounding_explains(
-    bfloat16: LlamaModel,
+    bfloat16: Decoder,
     expected: Expected,
-    change: Callable[[LlamaModel], LlamaModel],
+    change: Callable[[Decoder], Decoder],
     ops: type[TorchOps] | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

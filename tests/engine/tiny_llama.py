@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine.models.checkpoint import expected_shapes
-from engine.models.config import ModelConfig
+from engine.models.config import ModelConfig, Rope
 
 TINY = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -22,7 +22,7 @@ TINY = ModelConfig(
     num_kv_heads=2,
     head_dim=64,
     rms_norm_eps=1e-5,
-    rope_theta=10000.0,
+    rope=Rope(theta=10000.0),
     tie_word_embeddings=True,
     max_position_embeddings=1024,
 )
@@ -52,7 +52,7 @@ def write_model_dir(
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
+        "rope_theta": config.rope.theta,
         "max_position_embeddings": config.max_position_embeddings,
         "tie_word_embeddings": config.tie_word_embeddings,
     } | changes
@@ -65,7 +65,7 @@ def dense_logits(config: ModelConfig, tensors: dict[str, torch.Tensor], token_id
     """Logits [len(token_ids), vocab] of one whole sequence: no cache, no chunks, float64."""
     weights = {name: tensor.double() for name, tensor in tensors.items()}
     length, dim, group = len(token_ids), config.head_dim, config.num_heads // config.num_kv_heads
-    angle = torch.arange(length).double()[:, None] * config.rope_theta ** -(torch.arange(0, dim, 2).double() / dim)
+    angle = torch.arange(length).double()[:, None] * config.rope.theta ** -(torch.arange(0, dim, 2).double() / dim)
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
         return x / (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt() * weights[name]

@@ -15,9 +15,10 @@ import torch
 from cluster import build
 from cluster.config import from_tree
 from engine.config import EngineConfig
-from engine.models import llama
-from engine.models.config import ModelConfig
-from engine.models.llama import LlamaModel, build_model
+from engine.models import loading
+from engine.models.config import LongRope, ModelConfig, Rope, SlidingLayers
+from engine.models.decoder import Decoder
+from engine.models.loading import build_model
 from engine.runner import Batch, Runner, StepOutput
 from engine.runners import cuda, cuda_sampling, torch_cpu
 from engine.runners.cpu_ops import TorchOps
@@ -53,6 +54,22 @@ SAMPLINGS = {
     ),
     "cold and asked": SamplingParams(logprobs=2, frequency_penalty=0.4, seed=5),
 }
+GEMMA3: dict[str, Any] = {
+    "architecture": "Gemma3ForCausalLM",
+    "qk_norm": True,
+    "activation": "gelu_tanh",
+    "query_pre_attn_scalar": 40.0,
+    "embedding_scale": TINY.hidden_size**0.5,
+    "sliding": SlidingLayers(window=9, layers=(0,), rope=Rope(theta=1e3)),
+}
+LONG_ROPE = LongRope(factors=tuple(1 + i / 36 for i in range(36)), magnitude=1.2)
+TURNING = Rope(theta=1e4, partial_rotary_factor=0.75, scaling=LONG_ROPE)
+PHI3: dict[str, Any] = {
+    "architecture": "Phi3ForCausalLM",
+    "head_dim": 96,
+    "rope": TURNING,
+    "sliding": SlidingLayers(window=9, layers=(0, 1), rope=TURNING),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -60,21 +77,21 @@ def _plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_cpu, "_make_ops", lambda model, cache, num_threads: TorchOps(model, cache))
 
 
-def model_of(config: ModelConfig = TINY) -> LlamaModel:
+def model_of(config: ModelConfig = TINY) -> Decoder:
     return build_model(config, "float32", random_tensors(config).__getitem__)
 
 
-def cache_for(model: LlamaModel) -> torch.Tensor:
+def cache_for(model: Decoder) -> torch.Tensor:
     """A cache full of NaN: reading one slot that was not written shows."""
     elements = NUM_BLOCKS * cuda.block_bytes(model, BLOCK_SIZE) // model.dtype.itemsize
     return torch.full((elements,), torch.nan, dtype=model.dtype).view(torch.uint8)
 
 
-def by_torch(model: LlamaModel, **options: Any) -> TorchCPURunner:
+def by_torch(model: Decoder, **options: Any) -> TorchCPURunner:
     return TorchCPURunner(model, cache_for(model), block_size=BLOCK_SIZE, num_threads=1, **options)
 
 
-def by_kernels(model: LlamaModel, **options: Any) -> CUDARunner:
+def by_kernels(model: Decoder, **options: Any) -> CUDARunner:
     return CUDARunner(model, cache_for(model), block_size=BLOCK_SIZE, max_model_len=MAX_MODEL_LEN, **options)
 
 
@@ -88,8 +105,10 @@ def answers(runner: Runner, budget: int) -> list[list[int]]:
         ({}, 100, ()),
         ({}, 17, (2, 4)),
         ({"qk_norm": True, "qkv_bias": True, "num_kv_heads": 3, "tie_word_embeddings": False}, 30, (8,)),
+        (GEMMA3, 17, (2, 4)),
+        (PHI3, 17, (2, 4)),
     ],
-    ids=["whole prompts", "chunks among padded decodes", "another architecture"],
+    ids=["whole prompts", "chunks among padded decodes", "another architecture", "gemma 3", "phi 3"],
 )
 def test_the_same_tokens_and_the_same_cache(change: dict[str, Any], budget: int, graph_sizes: tuple[int, ...]) -> None:
     model = model_of(replace(TINY, **change))
@@ -101,14 +120,19 @@ def test_the_same_tokens_and_the_same_cache(change: dict[str, Any], budget: int,
 
 
 @pytest.mark.parametrize("graph_sizes", [(), (4,)], ids=["as it comes", "padded"])
-def test_keys_split_between_programs(monkeypatch: pytest.MonkeyPatch, graph_sizes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("change", [{}, GEMMA3], ids=["llama", "gemma 3"])
+def test_keys_split_between_programs(
+    monkeypatch: pytest.MonkeyPatch, graph_sizes: tuple[int, ...], change: dict[str, Any]
+) -> None:
     monkeypatch.setattr(cuda, "num_splits", lambda *asked: 3)
-    model = model_of()
+    model = model_of(replace(TINY, **change))
     assert answers(by_kernels(model, graph_sizes=graph_sizes), 64) == answers(by_torch(model), 64)
 
 
-def test_bfloat16_stays_close() -> None:
-    model = build_model(TINY, "bfloat16", random_tensors(TINY, torch.bfloat16).__getitem__)
+@pytest.mark.parametrize("change", [{}, GEMMA3, PHI3], ids=["llama", "gemma 3", "phi 3"])
+def test_bfloat16_stays_close(change: dict[str, Any]) -> None:
+    config = replace(TINY, **change)
+    model = build_model(config, "bfloat16", random_tensors(config, torch.bfloat16).__getitem__)
     batch = make_batch([list(range(20))], [0], [20], [[4, 9]])
     reference = by_torch(model)
     by_kernels(model).execute(batch)
@@ -271,8 +295,10 @@ def test_an_engine_on_a_gpu_gets_the_blocks_that_are_named_or_found(
 ) -> None:
     """The composition root's path to a GPU, with the model left on the CPU and the driver's numbers made up."""
     write_model_dir(tmp_path)
-    load = llama.load_model
-    monkeypatch.setattr(llama, "load_model", lambda path, dtype, device: load(path, dtype, {"cuda": "cpu"}[device]))
+    load = loading.load_model
+    monkeypatch.setattr(
+        loading, "load_model", lambda path, dtype, device, longest: load(path, dtype, {"cuda": "cpu"}[device], longest)
+    )
     numbers = {
         "memory_allocated": 100,
         "max_memory_allocated": 1_100,
@@ -304,7 +330,7 @@ def test_an_engine_on_a_gpu_gets_the_blocks_that_are_named_or_found(
 @pytest.mark.parametrize(
     ("change", "block_size", "message"),
     [
-        ({"head_dim": 48}, 16, r"head_dim: 48, GPU kernels take 16, 32, 64, 128"),
+        ({"head_dim": 48}, 16, r"head_dim: 48, GPU kernels take 16, 32, 64, 96, 128, 256"),
         ({}, 24, "block_size: 24, GPU kernels take powers of two"),
     ],
 )

@@ -32,9 +32,10 @@ def compare(
     dtype: torch.dtype = torch.float16,
     splits: int = 1,
     strided: bool = False,
+    window: int = 0,
 ) -> None:
     """Sequence b brings queries[b] tokens and has contexts[b] in the cache. What it does not own of cache and table is
-    poison.
+    poison, and so is what lies before the window of its first query.
     """
     table_width = max(-(-context // block_size) for context in contexts) + 2
     num_blocks = sum(-(-context // block_size) for context in contexts) + 1
@@ -42,8 +43,8 @@ def compare(
     block_tables = torch.full((len(contexts), table_width), 2**30, dtype=torch.int32)
     free = (torch.randperm(num_blocks - 1) + 1).tolist()
     for b, context in enumerate(contexts):
-        for position in range(context):
-            if position % block_size == 0:
+        for position in range(max(0, context - queries[b] + 1 - window) if window else 0, context):
+            if block_tables[b, position // block_size] == 2**30:
                 block_tables[b, position // block_size] = free.pop()
             block = block_tables[b, position // block_size]
             cache[block, LAYER, :, :, position % block_size] = torch.randn(2, num_kv_heads, head_dim)
@@ -71,9 +72,12 @@ def compare(
         max_num_queries=most,
         num_splits=splits,
         workspace=workspace,
+        window=window,
     )
+    if window:
+        cache, block_tables = cache.nan_to_num(), block_tables % 2**30
     reference.paged_attention(
-        q, cache, LAYER, block_tables, starts, lengths, outs[1], scale=scale, max_num_queries=most
+        q, cache, LAYER, block_tables, starts, lengths, outs[1], scale=scale, max_num_queries=most, window=window
     )
     assert_rows_close(ours, outs[1])
 
@@ -112,6 +116,40 @@ def test_chunks_and_decodes_in_one_launch(dtype: torch.dtype) -> None:
         dtype=dtype,
         strided=True,
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("window", [1, 2, 31, 32, 33, 63, 64, 65, 100, 300, 301])
+def test_windows_in_chunks_and_decodes(window: int, dtype: torch.dtype) -> None:
+    """Smaller than contexts, equal, larger; a row of a tile may see nothing of a whole tile of keys."""
+    compare(
+        [40, 1, 1, 33, 3, 0, 1, 1, 130],
+        [40, 300, 1, 200, 130, 50, 0, 64, 290],
+        num_kv_heads=2,
+        num_heads=6,
+        dtype=dtype,
+        window=window,
+    )
+
+
+@pytest.mark.parametrize("window", [1, 15, 64, 100])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_windows_of_decodes(splits: int, window: int) -> None:
+    contexts = [1, 14, 15, 16, 17, 63, 64, 65, 99, 100, 101, 129, 300]
+    compare([1] * len(contexts), contexts, splits=splits, window=window)
+
+
+def test_windows_of_drafts() -> None:
+    compare([5, 1, 3], [200, 64, 40], num_heads=4, window=20)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [16, 32, 96, 256])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_widths_of_heads(splits: int, head_dim: int, dtype: torch.dtype) -> None:
+    queries, contexts = ([1, 1], [300, 21]) if splits > 1 else ([1, 70], [70, 91])
+    for window in (0, 50):
+        compare(queries, contexts, head_dim=head_dim, dtype=dtype, splits=splits, strided=True, window=window)
 
 
 def test_chunks_begin_at_before_and_after_the_edge_of_a_tile() -> None:
@@ -200,7 +238,7 @@ def test_layers_and_batches_are_one_kernel() -> None:
     """Specialised on its value, a layer or a batch of 1 or a multiple of 16 would compile again in the midst of a
     step.
     """
-    assert attention_kernel.kwargs["do_not_specialize"] == ["layer", "num_sequences", "stride_table"]
+    assert attention_kernel.kwargs["do_not_specialize"] == ["layer", "num_sequences", "window", "stride_table"]
 
 
 def test_number_of_splits() -> None:

@@ -8,9 +8,9 @@ from tests.engine.kernels.compare import DTYPES, assert_close, poisoned, row_str
 NUM_LAYERS, NUM_BLOCKS, MAX_POSITIONS = 2, 5, 96
 
 
-def angles(head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def angles(rotary_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines of theta 10,000."""
-    frequency = 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
+    frequency = 10000.0 ** (-torch.arange(0, rotary_dim, 2) / max(rotary_dim, 1))
     angle = torch.outer(torch.arange(MAX_POSITIONS), frequency)
     return angle.cos(), angle.sin()
 
@@ -26,12 +26,13 @@ def compare(
     qk_norm: bool = False,
     strided: bool = False,
     positions_dtype: torch.dtype = torch.int64,
+    rotary_dim: int | None = None,
 ) -> None:
     """Both versions on the same inputs: equal q, equal cache, and nothing else of the cache written."""
     num_tokens, layer = len(slots), 1
     qkv = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     positions = torch.randint(0, MAX_POSITIONS, (num_tokens,), dtype=positions_dtype)
-    cos, sin = angles(head_dim)
+    cos, sin = angles(head_dim if rotary_dim is None else rotary_dim)
     norm = torch.randn(2, head_dim, dtype=dtype) if qk_norm else None
     caches = [poisoned(NUM_BLOCKS, NUM_LAYERS, 2, num_kv_heads, block_size, head_dim, dtype=dtype) for _ in range(2)]
     outs = [poisoned(num_tokens, num_heads, head_dim, dtype=dtype) for _ in range(2)]
@@ -56,6 +57,20 @@ def test_heads(num_heads: int, num_kv_heads: int, head_dim: int, qk_norm: bool, 
     compare(
         [16, 47, 79], num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, qk_norm=qk_norm, dtype=dtype
     )
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize(
+    ("head_dim", "rotary_dim"), [(96, 96), (256, 256), (96, 72), (128, 96), (64, 16), (256, 0), (96, 0)]
+)
+def test_of_any_width_any_part_is_rotated(head_dim: int, rotary_dim: int, qk_norm: bool) -> None:
+    slots = [16, -1, 47, 79]
+    compare(slots, num_heads=6, num_kv_heads=2, head_dim=head_dim, rotary_dim=rotary_dim, qk_norm=qk_norm, strided=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_part_is_rotated_in_every_dtype(dtype: torch.dtype) -> None:
+    compare([16, 47, 79], num_heads=8, num_kv_heads=4, head_dim=128, rotary_dim=96, qk_norm=True, dtype=dtype)
 
 
 @pytest.mark.parametrize("block_size", [16, 32])

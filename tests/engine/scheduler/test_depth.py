@@ -16,7 +16,7 @@ from cluster import build
 from cluster.config import load
 from decode_pool.service import DecodeService
 from engine.loop import EngineLoop
-from engine.models.llama import build_model
+from engine.models.loading import build_model
 from engine.runner import Batch, StepOutput
 from engine.runners.arithmetic import ArithmeticRunner
 from engine.runners.arithmetic_model import expected_tokens

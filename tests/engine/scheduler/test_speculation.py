@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.models.llama import build_model
+from engine.models.loading import build_model
 from engine.runner import Batch, Runner
 from engine.runners import torch_cpu
 from engine.runners.arithmetic import ArithmeticRunner

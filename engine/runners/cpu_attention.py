@@ -1,0 +1,435 @@
+"""Compiled attention over the paged cache: prompt chunks and decodes in one call. One set of functions per `Shape`.
+
+Attention works in base 2: q is scaled by log2(e) * scale when it is rotated. Nothing here allocates per token; scratch
+comes from the caller, one row per bin (thread). A score that its query may not see is LOW: its weight is 2 ** -126 of
+the highest, and where a whole tile is unseen, what it leaves is multiplied by as much once a seen key follows. Each
+query sees its own key, so one always does.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+from numba import prange
+from numba.extending import register_jitable
+
+from engine.kernel_cache import compiled, variant
+from engine.runners import cpu_elements, cpu_simd
+from engine.runners.cpu_elements import Stored, exp2, load, store
+from engine.runners.cpu_simd import (
+    WIDTH,
+    make_dot_keys,
+    make_prefetch,
+    make_product,
+    make_transpose_keys,
+    make_weigh_values,
+    make_widen_row,
+)
+from protocol.arrays import Float32, Int32, Int64
+
+SOURCES = (__file__, cpu_elements.__file__, cpu_simd.__file__)
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+KEY_TILE = 128
+"""Keys handled at a time by a prompt tile: scores and the tile's K and V stay in the L2 cache."""
+AHEAD = 4
+"""Blocks between a key block's prefetch and its use."""
+TILE_ROWS = 96
+"""Query rows (tokens x heads of a group) of a prompt tile."""
+LOW = np.float32(-1e30)
+LOG2E = 1.4426950408889634
+
+
+class Shape(NamedTuple):
+    """What the code is made for: `group` query heads per KV head, of whose elements the first `rotary_dim` (even) are
+    rotated, halves apart; the rest pass.
+    """
+
+    head_dim: int
+    group: int
+    block_size: int
+    bf16: bool
+    rotary_dim: int
+
+    @property
+    def key(self) -> str:
+        return f"{self.head_dim}_{self.group}_{self.block_size}_{self.rotary_dim}_{'bf16' if self.bf16 else 'f32'}"
+
+    @property
+    def element_bytes(self) -> int:
+        return 2 if self.bf16 else 4
+
+
+class Attention(Protocol):
+    """Rotates and scales q, writes k (rotated) and v into the cache, attends.
+
+    qkv [T, (num_heads + 2 num_kv_heads) head_dim] in; out [T, num_heads head_dim]; both in the model's dtype.
+    q [T, num_heads head_dim] and work [bins, `scratch_elements`]: scratch.
+    cache [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], C-contiguous.
+    positions, slots [T]: a token's place in its sequence and in the cache (block * block_size + offset).
+    cos, sin [max positions, rotary_dim / 2].
+    items [num_items, 5]: first token, number of tokens, its position, sequence, KV head. Bin i works on items bins[i]
+    .. bins[i + 1] - 1 with scratch row i of `work`. `tables` [sequences, width] has the block ids by sequence.
+    window: the keys that a query sees, its own and those right before it; 0: all of them.
+    scale: factor of q k, usually head_dim ** -0.5.
+    """
+
+    def __call__(
+        self,
+        *,
+        qkv: Stored,
+        layer: int,
+        cache: Stored,
+        q: Float32,
+        out: Stored,
+        positions: Int64,
+        slots: Int64,
+        cos: Float32,
+        sin: Float32,
+        items: Int64,
+        bins: Int64,
+        tables: Int32,
+        work: Float32,
+        window: int,
+        scale: float,
+    ) -> None: ...
+
+
+def supports(head_dim: int, block_size: int) -> bool:
+    """Whether these shapes fill whole vectors."""
+    return head_dim % WIDTH == 0 and block_size % WIDTH == 0 and KEY_TILE % block_size == 0
+
+
+def tile_rows(group: int) -> int:
+    """Query rows of a prompt tile, a multiple of 8: whole tokens of `group` rows, at least one."""
+    return max(TILE_ROWS, (group + 7) // 8 * 8)
+
+
+def scratch_elements(head_dim: int, group: int) -> int:
+    """float32 elements of one scratch row of `Attention`."""
+    rows = tile_rows(group)
+    return rows * KEY_TILE + 2 * head_dim * KEY_TILE + 2 * rows * head_dim + 2 * rows
+
+
+@functools.cache
+def make_attention(shape: Shape) -> Attention:
+    place_token, attend_token, attend_tile = _make_place_token(shape), _make_attend_token(shape), _make_tile(shape)
+
+    def attention(
+        qkv: Stored, layer: int, cache: Stored, q: Float32, out: Stored, positions: Int64, slots: Int64, cos: Float32,
+        sin: Float32, items: Int64, bins: Int64, tables: Int32, work: Float32, window: int, scale: float,
+    ) -> None:  # fmt: skip
+        num_tokens, factor = qkv.shape[0], np.float32(LOG2E * scale)
+        if num_tokens < 8:
+            for t in range(num_tokens):
+                place_token(t, qkv, q, positions[t], slots[t], cos, sin, cache, layer, factor)
+        else:
+            for t in prange(num_tokens):
+                place_token(t, qkv, q, positions[t], slots[t], cos, sin, cache, layer, factor)
+        for b in prange(len(bins) - 1):
+            for i in range(bins[b], bins[b + 1]):
+                t0, num, position, sequence, head = items[i, 0], items[i, 1], items[i, 2], items[i, 3], items[i, 4]
+                if num == 1:
+                    after = min(i + 1, bins[b + 1] - 1)
+                    attend_token(
+                        t0, head, tables[sequence], position + 1, window,
+                        items[after, 4], tables[items[after, 3]], items[after, 2] + 1,
+                        q, out, cache, layer, work[b],
+                    )  # fmt: skip
+                else:
+                    attend_tile(
+                        t0, num, head, tables[sequence], position, window, q, out, cache, layer, work[b],
+                    )  # fmt: skip
+
+    return compiled(SOURCES, shape.key)(attention)
+
+
+def _part(shape: Shape) -> Callable[[F], F]:
+    """A function that attention calls, under a name of its shape."""
+
+    def name_it(function: F) -> F:
+        part: F = register_jitable(variant(function, shape.key))
+        return part
+
+    return name_it
+
+
+@register_jitable
+def first_seen(context: int, window: int) -> int:
+    """The first key that the query sees which sees `context` keys where there is no window."""
+    return max(0, context - window) if window > 0 else 0
+
+
+@register_jitable
+def softmax_step(scores: Float32, n: int, peak: Float32, total: Float32, acc: Float32, row: int) -> None:
+    """One more tile of n scores for one query row: turns them into weights, rescales what was summed so far to the new
+    peak.
+    """
+    highest = peak[row]
+    for j in range(n):
+        highest = max(highest, scores[j])
+    scale = exp2(peak[row] - highest)
+    added = np.float32(0.0)
+    for j in range(n):
+        weight = exp2(scores[j] - highest)
+        scores[j] = weight
+        added += weight
+    peak[row] = highest
+    total[row] = total[row] * scale + added
+    for d in range(acc.shape[1]):
+        acc[row, d] *= scale
+
+
+def _make_place_token(shape: Shape) -> Callable[..., None]:
+    D, G, BS, ROTARY, HALF = shape.head_dim, shape.group, shape.block_size, shape.rotary_dim, shape.rotary_dim // 2
+
+    @_part(shape)
+    def rotate(x: Stored, row: int, column: int, cos: Float32, sin: Float32, position: int, d: int) -> Any:
+        """Elements d and d + HALF of one head, rotated."""
+        first, second = load(x[row, column + d]), load(x[row, column + HALF + d])
+        c, s = cos[position, d], sin[position, d]
+        return first * c - second * s, second * c + first * s
+
+    @_part(shape)
+    def place_token(
+        t: int, qkv: Stored, q: Float32, position: int, slot: int, cos: Float32, sin: Float32, cache: Stored,
+        layer: int, factor: np.float32,
+    ) -> None:  # fmt: skip
+        """Rotates and scales one token's q into float32, writes its k (rotated) and v into the cache."""
+        num_kv_heads = cache.shape[3]
+        num_heads, block, offset = num_kv_heads * G, slot // BS, slot % BS
+        for head in range(num_heads):
+            for d in range(HALF):
+                low, high = rotate(qkv, t, head * D, cos, sin, position, d)
+                q[t, head * D + d] = low * factor
+                q[t, head * D + HALF + d] = high * factor
+            for d in range(ROTARY, D):
+                q[t, head * D + d] = load(qkv[t, head * D + d]) * factor
+        for head in range(num_kv_heads):
+            keys, values = cache[block, layer, 0, head], cache[block, layer, 1, head]
+            column = (num_heads + head) * D
+            for d in range(HALF):
+                low, high = rotate(qkv, t, column, cos, sin, position, d)
+                store(keys, offset, d, low)
+                store(keys, offset, HALF + d, high)
+            for d in range(ROTARY, D):
+                keys[offset, d] = qkv[t, column + d]
+            column += num_kv_heads * D
+            for d in range(D):
+                values[offset, d] = qkv[t, column + d]
+
+    return place_token
+
+
+def _make_scratch(shape: Shape) -> Callable[..., Any]:
+    D, R = shape.head_dim, tile_rows(shape.group)
+
+    @_part(shape)
+    def scratch(work: Float32) -> Any:
+        """scores [R, KEY_TILE], acc [R, D], peak [R], total [R], queries [R, D], keys_t [D, KEY_TILE], values
+        [KEY_TILE, D].
+        """
+        a = R * KEY_TILE
+        b = a + R * D
+        c = b + 2 * R
+        d = c + R * D
+        e = d + D * KEY_TILE
+        return (
+            work[:a].reshape(R, KEY_TILE), work[a:b].reshape(R, D), work[b : b + R], work[b + R : c],
+            work[c:d].reshape(R, D),
+            work[d:e].reshape(D, KEY_TILE), work[e : e + D * KEY_TILE].reshape(KEY_TILE, D),
+        )  # fmt: skip
+
+    return scratch
+
+
+def _make_store_rows(shape: Shape) -> Callable[..., None]:
+    D, G = shape.head_dim, shape.group
+
+    @_part(shape)
+    def store_rows(rows: int, t0: int, head: int, acc: Float32, total: Float32, out: Stored) -> None:
+        """Row r of `acc` is head r % G of the group and token t0 + r // G."""
+        for r in range(rows):
+            inverse = np.float32(1.0) / total[r]
+            column = (head * G + r % G) * D
+            for d in range(D):
+                store(out, t0 + r // G, column + d, acc[r, d] * inverse)
+
+    return store_rows
+
+
+def _make_attend_token(shape: Shape) -> Callable[..., None]:
+    D, G, BS, BYTES = shape.head_dim, shape.group, shape.block_size, shape.element_bytes
+    scratch, store_rows, weigh_tile = _make_scratch(shape), _make_store_rows(shape), _make_weigh_tile(shape)
+    dot_keys, NUM_DOT = make_dot_keys(D, G, KEY_TILE, shape.bf16)
+    prefetch = make_prefetch(BS * D * BYTES)
+
+    @_part(shape)
+    def attend_token(
+        t: int, head: int, table: Int32, context: int, window: int, next_head: int, next_table: Int32,
+        next_context: int, q: Float32, out: Stored, cache: Stored, layer: int, work: Float32,
+    ) -> None:  # fmt: skip
+        """One token's group of query heads over its keys among the first `context`, straight from the blocks."""
+        scores, acc, peak, total, _, _, _ = scratch(work)
+        acc[:G] = np.float32(0.0)
+        peak[:G] = LOW
+        total[:G] = np.float32(0.0)
+        queries = q.ctypes.data + (t * q.shape[1] + head * G * D) * 4
+        head_bytes = BS * D * BYTES
+        value_bytes = cache.shape[3] * head_bytes
+        block_bytes = cache.shape[1] * 2 * value_bytes
+        base = cache.ctypes.data + layer * 2 * value_bytes + head * head_bytes
+        next_base = base + (next_head - head) * head_bytes
+        next_block = first_seen(next_context, window) // BS
+        begin, last = first_seen(context, window), (context - 1) // BS
+        for first in range(begin // BS * BS, context, KEY_TILE):
+            n = min(KEY_TILE, context - first)
+            for start in range(0, n, BS):
+                index = (first + start) // BS
+                keys = base + np.int64(table[index]) * block_bytes
+                prefetch(keys + value_bytes, 0)
+                if index + AHEAD <= last:
+                    prefetch(base + np.int64(table[index + AHEAD]) * block_bytes, 0)
+                else:
+                    ahead = min(next_block + index + AHEAD - last, len(next_table)) - 1
+                    prefetch(next_base + np.int64(next_table[ahead]) * block_bytes, 0)
+                for j in range(0, min(BS, n - start), NUM_DOT):
+                    dot_keys(queries, keys + j * D * BYTES, scores.ctypes.data + (start + j) * 4)
+            for g in range(G):
+                for j in range(begin - first):
+                    scores[g, j] = LOW
+                softmax_step(scores[g], n, peak, total, acc, g)
+            weigh_tile(scores, n, base + value_bytes, block_bytes, table, first // BS, acc)
+        store_rows(G, t, head, acc, total, out)
+
+    return attend_token
+
+
+def _make_weigh_tile(shape: Shape) -> Callable[..., None]:
+    D, G, BS, BYTES = shape.head_dim, shape.group, shape.block_size, shape.element_bytes
+    weigh_block, weigh_one = (make_weigh_values(D, G, KEY_TILE, shape.bf16, num) for num in (16, 1))
+
+    @_part(shape)
+    def weigh_tile(
+        weights: Float32, n: int, base: int, block_bytes: int, table: Int32, block: int, acc: Float32
+    ) -> None:
+        """acc [G, D] += weights [G, n] @ the n values from the sequence's block number `block` on."""
+        for start in range(0, n, BS):
+            values = base + np.int64(table[block + start // BS]) * block_bytes
+            here = min(BS, n - start)
+            whole = here - here % 16
+            for j in range(0, whole, 16):
+                weigh_block(weights.ctypes.data + (start + j) * 4, values + j * D * BYTES, acc.ctypes.data)
+            for j in range(whole, here):
+                weigh_one(weights.ctypes.data + (start + j) * 4, values + j * D * BYTES, acc.ctypes.data)
+
+    return weigh_tile
+
+
+def _make_tile(shape: Shape) -> Callable[..., None]:
+    D, G, BS = shape.head_dim, shape.group, shape.block_size
+    scratch, store_rows = _make_scratch(shape), _make_store_rows(shape)
+    widen_tile, score_tile, add_values = _make_widen_tile(shape), _make_score_tile(shape), _make_add_values(shape)
+
+    @_part(shape)
+    def attend_tile(
+        t0: int, num: int, head: int, table: Int32, position: int, window: int, q: Float32, out: Stored, cache: Stored,
+        layer: int, work: Float32,
+    ) -> None:  # fmt: skip
+        """Tokens t0 .. t0 + num - 1, the first at `position`, causal: K and V tiles widened to float32 once for all
+        rows.
+        """
+        scores, acc, peak, total, queries, keys_t, values = scratch(work)
+        rows = num * G
+        whole = (rows + 7) // 8 * 8
+        acc[:whole] = np.float32(0.0)
+        peak[:whole] = LOW
+        total[:whole] = np.float32(0.0)
+        queries[rows:whole] = np.float32(0.0)
+        for r in range(rows):
+            column = (head * G + r % G) * D
+            for d in range(D):
+                queries[r, d] = q[t0 + r // G, column + d]
+        context = position + num
+        for first in range(first_seen(position + 1, window) // BS * BS, context, KEY_TILE):
+            n = min(KEY_TILE, context - first)
+            padded = (n + 31) // 32 * 32
+            widen_tile(n, padded, table, first // BS, head, cache, layer, keys_t, values)
+            score_tile(whole, padded, queries, keys_t, scores)
+            for r in range(rows):
+                end = position + r // G + 1 - first
+                for j in range(min(padded, first_seen(end + first, window) - first)):
+                    scores[r, j] = LOW
+                for j in range(min(n, max(0, end)), padded):
+                    scores[r, j] = LOW
+                softmax_step(scores[r], padded, peak, total, acc, r)
+            add_values(whole, padded, scores, values, acc)
+        store_rows(rows, t0, head, acc, total, out)
+
+    return attend_tile
+
+
+def _make_widen_tile(shape: Shape) -> Callable[..., None]:
+    D, BS, BYTES = shape.head_dim, shape.block_size, shape.element_bytes
+    transpose_keys, widen_row = make_transpose_keys(D, KEY_TILE, shape.bf16), make_widen_row(D, shape.bf16)
+
+    @_part(shape)
+    def widen_tile(
+        n: int, padded: int, table: Int32, block: int, head: int, cache: Stored, layer: int, keys_t: Float32,
+        values: Float32,
+    ) -> None:  # fmt: skip
+        """The n keys, transposed, and values from the sequence's block number `block` on; zeros as values up to
+        `padded`.
+        """
+        values[n:padded] = np.float32(0.0)
+        for start in range(0, n, BS):
+            block_id = np.int64(table[block + start // BS])
+            k, v = cache[block_id, layer, 0, head].ctypes.data, cache[block_id, layer, 1, head].ctypes.data
+            for j in range(0, BS, 16):
+                transpose_keys(k + j * D * BYTES, keys_t.ctypes.data + (start + j) * 4)
+            for j in range(min(BS, n - start)):
+                widen_row(v + j * D * BYTES, values.ctypes.data + (start + j) * D * 4)
+
+    return widen_tile
+
+
+def _make_score_tile(shape: Shape) -> Callable[..., None]:
+    D = shape.head_dim
+    score_product = make_product(32, D, KEY_TILE, KEY_TILE)
+
+    @_part(shape)
+    def score_tile(rows: int, padded: int, queries: Float32, keys_t: Float32, scores: Float32) -> None:
+        """scores [rows, padded] = queries [rows, D] @ keys_t [D, padded]; rows in eights, columns in 32s."""
+        scores[:rows, :padded] = np.float32(0.0)
+        for r in range(0, rows, 8):
+            for j in range(0, padded, 32):
+                for d in range(0, D, 16):
+                    score_product(
+                        queries.ctypes.data + (r * D + d) * 4,
+                        keys_t.ctypes.data + (d * KEY_TILE + j) * 4,
+                        scores.ctypes.data + (r * KEY_TILE + j) * 4,
+                    )
+
+    return score_tile
+
+
+def _make_add_values(shape: Shape) -> Callable[..., None]:
+    D = shape.head_dim
+    COLUMNS = 32 if D % 32 == 0 else 16
+    value_product = make_product(COLUMNS, KEY_TILE, D, D)
+
+    @_part(shape)
+    def add_values(rows: int, padded: int, weights: Float32, values: Float32, acc: Float32) -> None:
+        """acc [rows, D] += weights [rows, padded] @ values [padded, D]; rows in eights, keys in 16s."""
+        for r in range(0, rows, 8):
+            for d in range(0, D, COLUMNS):
+                for j in range(0, padded, 16):
+                    value_product(
+                        weights.ctypes.data + (r * KEY_TILE + j) * 4,
+                        values.ctypes.data + (j * D + d) * 4,
+                        acc.ctypes.data + (r * D + d) * 4,
+                    )
+
+    return add_values

@@ -12,7 +12,7 @@ from kv_transfer.device.device import KVCache, MemoryKind
 from kv_transfer.endpoint import offers
 from kv_transfer.transport import Endpoint, Notify, Peer, Transport, TwoSided
 from kv_transfer.transports.registry import TRANSPORTS, names
-from protocol.errors import ConfigError, PullFailed
+from protocol.errors import CapacityError, ConfigError, PullFailed
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +94,9 @@ def possible(
             made[transport.KIND] = make(transport)
         except PullFailed as error:
             reasons.append(f"{transport.KIND}: {error}")
+        except CapacityError as error:
+            reasons.append(f"{transport.KIND}: {error}")
+            logger.warning("transport %s lacks room: %s", transport.KIND, error)
     if not made:
         raise ConfigError(f"transfer.transport: {config.transport} cannot work here: {'; '.join(reasons)}")
     if reasons:

@@ -12,13 +12,14 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from itertools import count
+from pathlib import Path
 
 import numpy as np
 
 from kv_transfer.device.device import Gather, Tensor
 from kv_transfer.segment import DIRECTORY, NONCE_BYTES, PREFIX, SharedSegment
 from protocol.arrays import Int64
-from protocol.errors import PullFailed
+from protocol.errors import CapacityError, PullFailed
 
 HANDLE_BYTES = 64
 
@@ -30,19 +31,60 @@ class Marker:
         self.event = event
 
 
-class FakeDevice:
-    """`name` begins the names of its memory's files and is unique on the machine. `peers` are the bus ids that it
-    reaches; another one's memory cannot be opened.
+class FakeMemory:
+    """The memory of one GPU, `capacity` bytes, for all who stand for its processes in one test. As on a GPU, memory
+    that its owner has freed, or has died with, stays taken as long as a peer maps it.
     """
 
-    def __init__(self, name: str, bus_id: str = "fake:0", peers: frozenset[str] = frozenset({"fake:0"})) -> None:
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._holders: dict[Path, tuple[int, int]] = {}
+        """Bytes of each allocation, and how many own or map it."""
+
+    @property
+    def num_free(self) -> int:
+        return self.capacity - sum(num_bytes for num_bytes, _ in self._holders.values())
+
+    def take(self, path: Path, num_bytes: int) -> None:
+        """Raises CapacityError where there is too little."""
+        if num_bytes > self.num_free:
+            raise CapacityError(f"out of memory: {num_bytes} bytes are asked for, {self.num_free} free")
+        self._holders[path] = (num_bytes, 1)
+
+    def hold(self, path: Path) -> None:
+        num_bytes, holders = self._holders[path]
+        self._holders[path] = (num_bytes, holders + 1)
+
+    def let_go(self, path: Path) -> None:
+        num_bytes, holders = self._holders.pop(path)
+        if holders > 1:
+            self._holders[path] = (num_bytes, holders - 1)
+
+
+class FakeDevice:
+    """`name` begins the names of its memory's files and is unique on the machine. `peers` are the bus ids that it
+    reaches; another one's memory cannot be opened. `memory` None: there is always enough. `pid` is that of the process
+    that this object stands for; no process opens memory of its own.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        bus_id: str = "fake:0",
+        peers: frozenset[str] = frozenset({"fake:0"}),
+        *,
+        memory: FakeMemory | None = None,
+        pid: int | None = None,
+    ) -> None:
         self.ordinal = 0
         self.bus_id = bus_id
+        self._memory = memory
+        self._pid = os.getpid() if pid is None else pid
         self.stalled = threading.Event()
         """It is set once work was asked for and not done."""
-        self.failures: dict[str, str] = {}
-        """The driver's text that a call fails with from now on, by the name of the call (`copy`, `reached`, `open`,
-        ...).
+        self.failures: dict[str, str | Exception] = {}
+        """What a call fails with from now on, by the name of the call (`copy`, `reached`, `open`, ...): the driver's
+        text, or an exception that is not ours.
         """
         self.num_copies = 0
         self.num_gathers = 0
@@ -72,22 +114,31 @@ class FakeDevice:
         segment = SharedSegment.create(
             f"{self._name}-{next(self._numbers)}", block_bytes=num_bytes, num_blocks=1, num_slots=1
         )
+        if self._memory is not None:
+            try:
+                self._memory.take(segment.path, num_bytes)
+            except CapacityError:
+                segment.close()
+                raise
         self._owned[segment.cache.ctypes.data] = segment
         return segment.cache.ctypes.data
 
     def free(self, pointer: int) -> None:
-        self._owned.pop(pointer).close()
+        segment = self._owned.pop(pointer)
+        if self._memory is not None:
+            self._memory.let_go(segment.path)
+        segment.close()
 
     def share(self, pointer: int) -> bytes:
         self._fail("share")
         segment = self._owned[pointer]
-        name = f"{os.getpid()} {self.bus_id} {segment.path.name.removeprefix(PREFIX)}".encode()
+        name = f"{self._pid} {self.bus_id} {segment.path.name.removeprefix(PREFIX)}".encode()
         return (segment.nonce + name).ljust(HANDLE_BYTES, b"\0")
 
     def open(self, handle: bytes) -> int:
         self._fail("open")
         pid, bus_id, name = handle[NONCE_BYTES:].rstrip(b"\0").decode().split(" ")
-        if int(pid) == os.getpid():
+        if int(pid) == self._pid:
             raise PullFailed("open: invalid device context (201)")
         if bus_id not in self._peers:
             raise PullFailed("open: peer access is not supported between these two devices (217)")
@@ -97,6 +148,8 @@ class FakeDevice:
                 self._opened[pointer] = (segment, times + 1)
                 return pointer
         segment = SharedSegment.open(path, handle[:NONCE_BYTES])
+        if self._memory is not None:
+            self._memory.hold(segment.path)
         self._opened[segment.cache.ctypes.data] = (segment, 1)
         return segment.cache.ctypes.data
 
@@ -106,7 +159,12 @@ class FakeDevice:
         if times > 1:
             self._opened[pointer] = (segment, times - 1)
         else:
-            segment.close()
+            self._unmap(segment)
+
+    def _unmap(self, segment: SharedSegment) -> None:
+        if self._memory is not None:
+            self._memory.let_go(segment.path)
+        segment.close()
 
     @property
     def num_opened(self) -> int:
@@ -185,8 +243,11 @@ class FakeDevice:
         return np.ctypeslib.as_array(memory).reshape(num_blocks, block_bytes)
 
     def _fail(self, call: str) -> None:
-        if call in self.failures:
-            raise PullFailed(f"{call}: {self.failures[call]}")
+        failure = self.failures.get(call)
+        if isinstance(failure, Exception):
+            raise failure
+        if failure is not None:
+            raise PullFailed(f"{call}: {failure}")
 
 
 def _move(dst: int, src: int, num_bytes: int) -> None:

@@ -1,11 +1,14 @@
 """Pulls that run one after the other in a thread of their own, whatever moves the bytes."""
 
+import logging
 import queue
 import threading
 from collections.abc import Callable
 
 from protocol.arrays import Int64
 from protocol.errors import PullFailed
+
+log = logging.getLogger(__name__)
 
 
 class Pull:
@@ -62,6 +65,9 @@ class PullThread:
                 pull.error = pull.copy(pull)
             except PullFailed as error:
                 pull.error = str(error)
+            except Exception as error:  # a pull that never becomes terminal would hold its blocks for ever
+                log.exception("a pull failed in a way of its own")
+                pull.error = f"{type(error).__name__}: {error}"
             with self._lock:
                 self._unfinished.discard(pull)
             pull.done = True

@@ -60,6 +60,10 @@ def obey_on_gpu(words: list[str], device: FakeDevice) -> None:
             assert device.stalled.wait(HANG_S)
         case ["resume"]:
             device.resume()
+        case ["heal", call]:
+            del device.failures[call]
+        case ["raise", call, *text]:
+            device.failures[call] = RuntimeError(" ".join(text))
         case ["fail", call, *text]:
             device.failures[call] = " ".join(text)
 

@@ -74,8 +74,12 @@ class Ends:
     def __call__(self) -> None:
         self._queue.put(None)
 
+    def wait(self) -> None:
+        """Waits for the next end."""
+        self._queue.get(timeout=HANG_S)
+
     def of(self, pull: Pending) -> str:
         """Waits for the next end, which must be this pull's; its error."""
-        self._queue.get(timeout=HANG_S)
+        self.wait()
         assert pull.poll()
         return pull.error

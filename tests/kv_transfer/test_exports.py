@@ -1,6 +1,7 @@
 """What an engine offers and what its peer chooses, from the configuration on, between two processes."""
 
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +16,7 @@ from kv_transfer.endpoint import offers
 from kv_transfer.exports import Export
 from kv_transfer.select import choose
 from kv_transfer.transport import Transport
+from kv_transfer.transports import host_staged
 from kv_transfer.transports.registry import names
 from protocol.errors import ConfigError
 from tests.kv_transfer.processes import Ends, Exporter, content, unused_name
@@ -148,3 +150,17 @@ def test_auto_offers_what_is_left(name: str) -> None:
     kinds = {offer["kind"] for offer in offers(export.endpoint)}
     assert "cuda_ipc" in kinds and "host_staged" not in kinds
     export.close()
+
+
+def test_without_room_in_shared_memory_auto_goes_without_staging(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a container whose /dev/shm has the usual 64 MiB."""
+    monkeypatch.setattr(host_staged, "BUFFER_BYTES", 1 << 44)
+    export = Export(TransferConfig(), name, FakeDevice(name), **SHAPE)
+    kinds = {offer["kind"] for offer in offers(export.endpoint)}
+    assert "cuda_ipc" in kinds and "host_staged" not in kinds
+    assert re.search(r"host_staged lacks room: /dev/shm: \d{14,} bytes .* needed .*, \d+ available", caplog.text)
+    export.close()
+    with pytest.raises(ConfigError, match="host_staged cannot work here: host_staged: /dev/shm"):
+        Export(TransferConfig(transport="host_staged"), name, FakeDevice(name), **SHAPE)

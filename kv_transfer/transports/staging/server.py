@@ -2,6 +2,7 @@
 channel's buffers.
 """
 
+import logging
 import threading
 from collections import deque
 
@@ -10,6 +11,8 @@ from kv_transfer.device.device_pool import POLL_S, DeviceStream
 from kv_transfer.segment import NONCE_BYTES
 from kv_transfer.transports.staging.channel import Channel
 from protocol.errors import PullFailed
+
+log = logging.getLogger(__name__)
 
 IDLE_S = 0.25
 """Seconds between two looks whether the server was closed. Orders ring a doorbell and do not wait for this."""
@@ -74,21 +77,28 @@ class _ChannelServer:
         self._stream.close()
 
     def _start(self, number: int) -> str:
+        """Starts the copies of an order. Returns why it could not, or nothing."""
+        try:
+            self._issue(number)
+        except PullFailed as error:
+            return str(error)
+        except Exception as error:  # without an answer the peer would wait until it takes this engine for stalled
+            log.exception("an order could not be started")
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def _issue(self, number: int) -> None:
         pieces = self.channel.pieces(number)
         readable = self._cache.num_bytes + NONCE_BYTES
         if any(offset < 0 or num_bytes < 0 or offset + num_bytes > readable for offset, num_bytes in pieces):
-            return "bytes were ordered that do not lie in the cache"
+            raise PullFailed("bytes were ordered that do not lie in the cache")
         if sum(num_bytes for _, num_bytes in pieces) > self.channel.buffer_bytes:
-            return f"more was ordered than the {self.channel.buffer_bytes} bytes of a buffer"
+            raise PullFailed(f"more was ordered than the {self.channel.buffer_bytes} bytes of a buffer")
         buffer = self.channel.buffer(number)
-        try:
-            for offset, num_bytes in pieces:
-                self._stream.copy(buffer, self._cache.pointer + offset, num_bytes)
-                buffer += num_bytes
-            self._stream.record(number % self.channel.num_buffers)
-        except PullFailed as error:
-            return str(error)
-        return ""
+        for offset, num_bytes in pieces:
+            self._stream.copy(buffer, self._cache.pointer + offset, num_bytes)
+            buffer += num_bytes
+        self._stream.record(number % self.channel.num_buffers)
 
     def _outcome(self) -> str | None:
         """Returns the oldest started order's error, which is empty if its bytes are in its buffer; None while they are
@@ -100,3 +110,6 @@ class _ChannelServer:
             return "" if self._stream.reached(self.channel.num_filled % self.channel.num_buffers) else None
         except PullFailed as error:
             return str(error)
+        except Exception as error:  # as in `_start`
+            log.exception("an order failed")
+            return f"{type(error).__name__}: {error}"

@@ -143,6 +143,16 @@ def test_a_failing_gpu_ends_the_pull_with_its_own_words(
     assert puller.ends.of(peer.pull([2], [2])) == ""
 
 
+def test_an_error_that_is_not_ours_ends_the_pull_too(exporter: Exporter, puller: Puller) -> None:
+    """A kernel that does not compile raises what its library likes."""
+    peer = puller.transport.connect(exporter.endpoint)
+    for call in ("copy", "gather", "record"):
+        puller.device.failures[call] = RuntimeError("no kernel image")
+    assert puller.ends.of(peer.pull([1], [1])) == "RuntimeError: no kernel image"
+    puller.device.failures.clear()
+    assert puller.ends.of(peer.pull([2], [2])) == ""
+
+
 def test_the_exporter_is_killed_in_mid_pull(exporter: Exporter, puller: Puller) -> None:
     peer = puller.transport.connect(exporter.endpoint)
     exporter.ask("write 0 5")

@@ -187,6 +187,17 @@ def test_the_exporter_s_gpu_fails(exporter: Exporter, puller: Puller) -> None:
         puller.transport.connect(exporter.endpoint)
 
 
+def test_an_error_that_is_not_ours_ends_the_pull_too(exporter: Exporter, puller: Puller) -> None:
+    peer = puller.connect(exporter)
+    for call in ("copy", "reached"):
+        exporter.ask(f"raise {call} no kernel image")
+        assert puller.ends.of(peer.pull([1], [1])) == "the exporter: RuntimeError: no kernel image"
+        exporter.ask(f"heal {call}")
+        assert puller.ends.of(peer.pull([1], [1])) == ""
+    puller.device.failures["copy"] = RuntimeError("out of resources")
+    assert puller.ends.of(peer.pull([1], [1])) == "RuntimeError: out of resources"
+
+
 def test_our_own_gpu_fails(exporter: Exporter, puller: Puller) -> None:
     peer = puller.connect(exporter)
     puller.device.failures["copy"] = "invalid argument (1)"

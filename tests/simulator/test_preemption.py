@@ -8,6 +8,7 @@ import pytest
 
 from engine.runner import Batch, StepOutput
 from engine.runners.host_copies import HostCopies
+from engine.scheduler import failed_step
 from engine.scheduler.host_pool import HostPool
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import Sequence
@@ -77,7 +78,7 @@ def host_blocks_free_once_copied(patch: pytest.MonkeyPatch) -> None:
 
 
 def failed_copies_count(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Scheduler, "_lose_copies", lambda self, host_blocks: None)
+    patch.setattr(failed_step, "_lose_copies", lambda state, host_blocks: None)
 
 
 def host_blocks_kept_by_the_dead(patch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,10 @@ import pytest
 
 from engine.scheduler import loops_blocks as blocks
 from engine.scheduler import loops_sequences as sequences
+from engine.scheduler import loops_step as steps
 from engine.scheduler.loops_hash import NUM_WORDS, Chain, hash_block
-from engine.scheduler.loops_sequences import Positions, RequestNumbers, Scheduled, State
+from engine.scheduler.loops_sequences import Positions, RequestNumbers, State
+from engine.scheduler.loops_step import Scheduled
 from engine.scheduler.sequence_table import SequenceTable
 from protocol.arrays import Bool, Int32
 from protocol.block_hash import block_hash
@@ -55,8 +57,8 @@ def test_no_step_waits_for_a_compiler() -> None:
         blocks.name,
         blocks.forget,
     ]
-    loops += [sequences.place, sequences.ration, sequences.cache_full_blocks, sequences.launch, sequences.append]
-    loops += [sequences.extend, sequences.enter, sequences.close_gaps, sequences.follow]
+    loops += [sequences.cache_full_blocks, sequences.extend, sequences.enter, sequences.close_gaps, sequences.follow]
+    loops += [steps.place, steps.ration, steps.launch, steps.append]
     for loop in loops:
         assert len(loop.signatures) == 1, loop
 
@@ -72,11 +74,11 @@ if TYPE_CHECKING:
         arrays: blocks.Arrays,
     ) -> None:
         """The type checker finds each of these: an ignore that ignores nothing is an error to it."""
-        sequences.launch(scheduled, 0, table.state, sample)  # type: ignore[arg-type]
+        steps.launch(scheduled, 0, table.state, sample)  # type: ignore[arg-type]
         sequences.follow(gone, positions)  # type: ignore[arg-type]
         blocks.take(*arrays, table.tokens, 0, 0)  # type: ignore[arg-type]
-        sequences.place(*arrays, table.block_tables, table.state, 0, 1, 0, 0, 0)  # type: ignore[arg-type]
-        sequences.ration(table.state)  # type: ignore[call-arg]
+        steps.place(*arrays, table.block_tables, table.state, 0, 1, 0, 0, 0)  # type: ignore[arg-type]
+        steps.ration(table.state)  # type: ignore[call-arg]
 
 
 def test_a_block_is_hashed_as_by_hashlib() -> None:

@@ -17,9 +17,7 @@ own work, so they are counted apart.
 
 
 class StepCounts:
-    """Adds committed steps and prefix lookups to a service's `counters`, which are cumulative in the life
-    of the engine.
-    """
+    """Adds committed steps and prefix lookups to a service's `counters`, which are cumulative in an engine's life."""
 
     KEYS = (
         *("steps", "step_seconds", "scheduler_seconds", "budget_tokens", "scheduled_tokens", "scheduled_sequences"),

@@ -20,7 +20,7 @@ from protocol.messages import Address, Envelope
 log = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 0.0005
-"""How long a busy thread keeps the interpreter from the others. At Python's 5 ms a delivery waits for the step thread."""
+"""How long a busy thread keeps the interpreter. At Python's default of 5 ms a delivery waits for the step thread."""
 
 
 class EngineActor:

@@ -72,7 +72,7 @@ class EngineConfig:
     there is no limit.
     """
     stall_timeout_s: float = 120.0
-    """An engine whose step takes longer than this, or that does not answer for longer, counts as dead and is replaced."""
+    """An engine whose step takes longer, or that does not answer for longer, counts as dead and is replaced."""
 
     def max_known_tokens(self, num_blocks: int) -> int:
         """Most known tokens with which a sequence fits into an engine of `num_blocks` blocks, block 0 included,

@@ -135,7 +135,7 @@ class EngineLoop:
         self._put(envelope)
 
     def wake(self) -> None:
-        """Tells the loop that something the service polls (a pull) has changed. Any thread may call it. Never blocks."""
+        """Tells the loop that something which the service polls has changed. Any thread may call it. Never blocks."""
         self._inbox.put(_Signal.WAKE)
 
     def drain(self, deadline_s: float) -> None:

@@ -1,4 +1,4 @@
-"""All preemption modes in the simulator: each happens, often, and the checks that watch over them can fail."""
+"""All preemption modes in the simulator: each happens often, and the checks of them can fail."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -23,7 +23,7 @@ FAILING_STEPS = Faults(step_failure=0.1)
 
 
 def run(num_seeds: int, *loads: Faults) -> Counter[str]:
-    """What the engines that were there at the end counted."""
+    """Plays seeds. Returns the counts of the engines that were there at the end."""
     counted: Counter[str] = Counter()
     for seed, faults in product(range(1, num_seeds + 1), loads):
         simulation = Simulation(drawn(seed, num_decode=1 + seed % 2, num_requests=24, faults=faults, tight=True))
@@ -50,7 +50,7 @@ def test_every_mode_and_every_reason_happens() -> None:
 
 
 def copied_out_too_late(patch: pytest.MonkeyPatch) -> None:
-    """With the batch after the one that asked for it: the blocks have been written to meanwhile."""
+    """Blocks are copied out with the batch after the one that asked for it, when they have been written to."""
     waiting: dict[HostCopies, Int32 | None] = {}
 
     def run(self: HostCopies, batch: Batch) -> tuple[int, float]:

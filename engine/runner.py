@@ -40,7 +40,8 @@ class Batch:
     """
     pending: Bool | None = None
     """[B] True where the one token to compute is still being sampled by the step before. It is not in `token_ids` yet:
-    the runner takes it from its own output of that step, from the same row. None if no other step is in flight.
+    the runner takes it from its own output of that step, from the same row. None where there is no such sequence, as
+    always while no other step is in flight.
     """
 
     swap_out: Int32 | None = None

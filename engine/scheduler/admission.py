@@ -78,7 +78,7 @@ def _admit(state: SchedulerState, sequence: Sequence, budget: int, *, alone: boo
     if config.long_prefill_token_threshold and not alone:
         num = min(num, config.long_prefill_token_threshold)
     if not config.enable_chunked_prefill and budget < num <= config.max_num_batched_tokens:
-        return 0  # only what exceeds the whole budget is cut: an answer that has grown so long would wait for ever
+        return 0  # it waits for a step with room; a chunk that exceeds any step is cut, or it would wait for ever
     num = min(num, budget)
     first = state.num_blocks(computed + num)
     full = first if config.prompt_reservation == "none" else state.num_blocks(known)

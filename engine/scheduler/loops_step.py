@@ -188,13 +188,12 @@ def append(
     numbers_of: Int64,
     flat: Flat,
 ) -> tuple[int, int, int, int]:
-    """Makes sampled tokens known, up to the end of each answer.
+    """Makes sampled tokens known, up to the end of each answer. Line i of `sampled` has `num_sampled[i]` of them.
 
-    The first `num_sampled[i]` columns of line i of `sampled` are valid. For each of the R <= B sequences that got
-    tokens `results` gets its index in the batch, position, attempt, offset and number of tokens kept, `numbers_of` its
-    request number, and `flat` its tokens. FIRST lists which of the R got their first token, COMPLETE the positions of
-    those that are complete, STOPPED whether a stop token ended them. Returns R and the numbers of tokens kept, of first
-    tokens and of complete sequences."""
+    For each of the R <= B sequences that got tokens, `results` gets its index in the batch, position, attempt, offset
+    and number of tokens kept, `numbers_of` its request number, and `flat` its tokens. FIRST lists which of the R got
+    their first token, COMPLETE the positions of complete sequences, STOPPED whether a stop token ended them. Returns R
+    and the numbers of tokens kept, of first tokens and of complete sequences."""
     row, tokens, limit, base = state[ROW], state[TOKENS], state[LIMIT], state[BASE]
     attempt, fresh, ignore_eos, producer = state[ATTEMPT], state[FRESH], state[IGNORE_EOS], state[PRODUCER]
     count, num_flat, num_fresh, num_complete = 0, 0, 0, 0

@@ -64,8 +64,8 @@ def _ration(state: SchedulerState, budget: int, threshold: int) -> int:
 
 
 def _place_evicting_newest(state: SchedulerState, budget: int) -> int:
-    """The policy fcfs: the newest sequence is evicted, which may be the one that lacks blocks. No victim has got blocks
-    yet, so what the others got stays theirs. Returns what is left of the budget.
+    """Under fcfs the newest sequence is evicted, which may be the one that lacks blocks. No victim has got blocks yet,
+    so what the others got stays theirs. Returns what is left of the budget.
     """
     table = state.table
     end = count = len(table)
@@ -93,7 +93,7 @@ def _place_evicting_newest(state: SchedulerState, budget: int) -> int:
 
 
 def _place_by_priority(state: SchedulerState, goal: Int32, budget: int, threshold: int) -> int:
-    """The policy priority: the sequence with the worst (priority, arrival) is evicted, the latest one among equals. The
+    """Under priority the sequence with the worst (priority, arrival) is evicted, the latest one among equals. The
     tokens that it got in this step return to the budget. Returns what is left of the budget.
     """
     table, count = state.table, len(state.table)

@@ -127,8 +127,8 @@ class SchedulerState:
         )
 
     def check_idle(self) -> None:
-        """For a scheduler in which nothing is live or in flight. Raises ProtocolError unless everything is back where
-        it started; free blocks are compared only while nobody outside owns any.
+        """Raises ProtocolError unless a scheduler in which nothing is live or in flight is back where it started. Free
+        blocks are compared only while nobody outside owns any.
         """
         self.blocks.check()
         self.table.check_empty()

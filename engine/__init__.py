@@ -1,1 +1,1 @@
-"""One engine: scheduler, block manager, runners, models, loop. Knows no pool and no phase."""
+"""One engine: scheduler, block manager, runners, models, loop. It knows no pool and no phase."""

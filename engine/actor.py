@@ -1,8 +1,8 @@
-"""An engine as one process: an inlet for messages, and verbs for its supervisor. Plain class; the composition root
-makes it a Ray actor.
+"""An engine as one process: an inlet for messages, and calls for its supervisor. This is a plain class; the composition
+root makes a Ray actor of it.
 
-A *synchronous* actor, because Ray keeps the order of a sender's calls only on those; the engine runs in the loop's own
-threads.
+The actor is a *synchronous* one, because Ray keeps the order of a sender's calls only for those. The engine runs in the
+loop's own threads.
 """
 
 import logging
@@ -20,15 +20,14 @@ from protocol.messages import Address, Envelope
 log = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 0.0005
-"""How long a busy thread keeps the interpreter from the others: at Python's 5 ms a delivery waits for the step thread.
-"""
+"""How long a busy thread keeps the interpreter. At Python's default of 5 ms a delivery waits for the step thread."""
 
 
 class EngineActor:
-    """Holds one engine's loop. `build` makes it, in the process where it is to live; what it puts on the stack lives
-    until `stop`.
+    """Holds one engine's loop. `build` makes the loop in the process where it is to live; what it puts on the stack
+    lives until `stop`.
 
-    The process and its logs are this engine's alone.
+    The process and its logs belong to this engine alone.
     """
 
     def __init__(self, address: Address, log_level: LogLevel, build: Callable[[ExitStack], EngineLoop]) -> None:
@@ -40,8 +39,8 @@ class EngineActor:
         self._loop: EngineLoop | None = None
 
     def start(self) -> None:
-        """Loads the model, allocates the cache, starts the threads. Raises StartupError, whatever the cause was (out of
-        memory, a compiler that fails, a driver too old); nothing is left then.
+        """Loads the model, allocates the cache and starts the threads. It raises StartupError, whatever the cause was
+        (out of memory, a compiler that fails, a driver too old), and leaves nothing then.
         """
         with startup_errors(self._name), ExitStack() as resources:
             loop = self._build(resources)
@@ -55,7 +54,7 @@ class EngineActor:
             self._loop.deliver(envelope)
 
     def failure(self) -> str:
-        """Why the engine can no longer work; empty while it can."""
+        """Why the engine can no longer work; empty while it can work."""
         failure = self._loop.failure if self._loop is not None else None
         if isinstance(failure, EngineStalled):
             return str(failure)
@@ -65,7 +64,7 @@ class EngineActor:
         return os.getpid()
 
     def stop(self) -> None:
-        """Ends the threads and gives shared memory back. Requests still here are lost."""
+        """Ends the threads and gives shared memory back. Requests that are still here are lost."""
         if self._loop is not None:
             log.info("stops")
             self._loop.stop()

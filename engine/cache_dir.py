@@ -5,8 +5,8 @@ from pathlib import Path
 
 
 def cache_dir() -> Path:
-    """`TWOPASS_CACHE` if set, else ~/.cache/twopass; not made yet. Raises FileNotFoundError where this user has no
-    home.
+    """`TWOPASS_CACHE` if it is set, else ~/.cache/twopass. The folder may not exist yet. Raises FileNotFoundError where
+    this user has no home.
     """
     if chosen := os.environ.get("TWOPASS_CACHE"):
         return Path(chosen)

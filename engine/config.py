@@ -1,4 +1,4 @@
-"""The knobs of one engine, named as the field names them."""
+"""The knobs of one engine. They have the names that are usual in LLM serving."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,68 +12,76 @@ Knob = Literal[PreemptionMode, "auto"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Budgets and policies of one engine's pass."""
+    """Budgets and policies of one engine."""
 
     max_num_batched_tokens: int = 2048
-    """Tokens one step may compute, prompt chunks and decodes together; at least one for each that may be running."""
+    """Most tokens that one step computes, prompt chunks and decodes together. It is at least `max_num_seqs`."""
     max_num_seqs: int = 64
-    """Sequences that may be running at once."""
+    """Most sequences that run at once."""
     max_model_len: int = 8192
-    """Longest sequence in tokens, prompt and answer."""
+    """Longest sequence in tokens, prompt and answer together."""
     block_size: int = 16
     """Tokens per KV block."""
     num_blocks: int = 0
-    """KV blocks of the pool, block 0 (never used) included. 0: from `kv_cache_bytes`."""
+    """KV blocks of the pool, with block 0, which is never used. With 0, `kv_cache_bytes` decides."""
     kv_cache_bytes: int = 0
     """Bytes of the pool if `num_blocks` is 0."""
     gpu_memory_utilization: float = 0.9
-    """Share of a GPU's memory for weights, activations and KV together, where neither `num_blocks` nor `kv_cache_bytes`
-    is named.
+    """Share of a GPU's memory for weights, activations and KV together, if neither `num_blocks` nor
+    `kv_cache_bytes` is given.
     """
     preemption: Knob = "recompute"
-    """How a running sequence that loses its blocks gets its KV back. swap: from host memory; remote: from the prefill
-    pool, while that has room; auto: whatever costs least. Where swap or remote is not to be had: recompute."""
+    """How a running sequence that loses its blocks gets its KV back: recompute computes it again, swap copies it from
+    host memory, remote gets it from the prefill pool while that has room, auto takes the cheapest of these. Where swap
+    or remote is not possible, the KV is recomputed.
+    """
     num_host_blocks: int = 0
-    """KV blocks of host memory to swap into. 0: from `swap_space_bytes`."""
+    """KV blocks of host memory to swap into. With 0, `swap_space_bytes` decides."""
     swap_space_bytes: int = 0
     """Bytes of host memory to swap into if `num_host_blocks` is 0."""
     enable_chunked_prefill: bool = True
-    """Off: a prompt is computed in one step or not at all. An answer that goes on after a preemption, or in another
-    engine, is cut all the same."""
+    """If off, a prompt is computed in one step or not at all. An answer that goes on after a preemption, or in another
+    engine, is cut into chunks all the same.
+    """
     long_prefill_token_threshold: int = 0
-    """Most tokens of one sequence in one step; 0: no limit."""
+    """Most tokens of one sequence in one step; with 0 there is no limit."""
     enable_prefix_caching: bool = True
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     prompt_reservation: Literal["none", "check", "hold"] = "check"
+    """Whether an admission needs blocks for all known tokens and not only for its first chunk: none does not, check
+    needs them to be free, hold takes them.
+    """
     watermark: float = 0.0
     """Share of the pool that an admission must leave free while anything runs."""
     priority_aging_s: float = 60.0
-    """Seconds of waiting worth one unit of priority; 0: priorities never change."""
+    """Seconds of waiting that are worth one unit of priority; with 0, priorities never change."""
     num_speculative_tokens: int = 0
-    """Most drafts per sequence and step, taken from what the sequence said before; 0: no speculation."""
+    """Most drafts per sequence and step, taken from the sequence's earlier tokens; with 0 there is no speculation."""
     async_scheduling: bool = False
-    """Build the next step while one runs. Ends come one step late."""
+    """Builds the next step while one runs. The end of an answer is then noticed one step later."""
     cuda_graph_sizes: tuple[int, ...] = ()
-    """Numbers of decodes for which a step was captured, ascending; a step of decodes alone is padded up to the next
-    one.
+    """Numbers of decodes for which a step was captured, ascending. A step of decodes alone is padded up to
+    the next size.
     """
     pad_with_prefill: bool = False
-    """Take no more prompt tokens beside decodes than fill the step up to the next of `cuda_graph_sizes`."""
+    """Takes no more prompt tokens beside decodes than fill the step up to the next of `cuda_graph_sizes`."""
     thrash_window_s: float = 5.0
-    """Over how many seconds thrashing is measured."""
+    """Seconds over which thrashing is measured."""
     thrash_limit: float = 0.3
-    """Tokens recomputed per token generated beyond which nobody is admitted beside those that run; 0: no limit."""
+    """Tokens recomputed per token generated, beyond which nothing is admitted beside the sequences that run; with 0
+    there is no limit.
+    """
     stall_timeout_s: float = 120.0
-    """An engine whose step runs for longer, or that answers nothing for longer, counts as dead and is replaced."""
+    """An engine whose step takes longer, or that does not answer for longer, counts as dead and is replaced."""
 
     def max_known_tokens(self, num_blocks: int) -> int:
-        """Most known tokens of a sequence that an engine with so many blocks, block 0 included, can hold and go on
-        from.
+        """Most known tokens with which a sequence fits into an engine of `num_blocks` blocks, block 0 included,
+        and can go on.
         """
         return min(self.max_model_len - 1, (num_blocks - 1) * self.block_size)
 
     def max_prompt_tokens(self, num_blocks: int) -> int:
-        """Longest prompt that such an engine computes from its beginning."""
+        """Longest prompt that an engine of `num_blocks` blocks computes from its beginning."""
         longest = self.max_known_tokens(num_blocks)
         return longest if self.enable_chunked_prefill else min(longest, self.max_num_batched_tokens)
 
@@ -90,11 +98,9 @@ class EngineConfig:
         for name in (*sizes, "priority_aging_s", "num_speculative_tokens", "thrash_limit"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: {getattr(self, name)} is below 0")
-        if (
-            list(self.cuda_graph_sizes) != sorted(set(self.cuda_graph_sizes))
-            or min(self.cuda_graph_sizes, default=1) < 1
-        ):
-            raise ConfigError(f"cuda_graph_sizes: {self.cuda_graph_sizes} is not ascending from 1 on")
+        graph_sizes = self.cuda_graph_sizes
+        if list(graph_sizes) != sorted(set(graph_sizes)) or min(graph_sizes, default=1) < 1:
+            raise ConfigError(f"cuda_graph_sizes: {graph_sizes} is not ascending from 1 on")
         if self.preemption == "swap" and not self.num_host_blocks and not self.swap_space_bytes:
             raise ConfigError("preemption: swap needs num_host_blocks or swap_space_bytes")
         if self.num_speculative_tokens and self.async_scheduling:

@@ -1,6 +1,6 @@
-"""Compiled kernels on disk: one file each, named after all that its code depends on, so that every checkout and every
-unpacked job of one user shares them. They can be made again, so whatever is wrong with the folder or a file costs a
-start seconds and never the start.
+"""Compiled kernels on disk. Each has a file that is named after all that its code depends on, so that every checkout
+and every unpacked job of one user can share it. Kernels can be compiled again: whatever is wrong with the folder or a
+file makes a start some seconds longer, but never fails it.
 """
 
 import fcntl
@@ -26,8 +26,8 @@ from engine.cache_dir import cache_dir
 
 F = TypeVar("F", bound=Callable[..., Any])
 Sources = tuple[str, ...]
-"""Paths of the files that machine code is made of: the function's own, and those of what it calls and of the constants
-it bakes in.
+"""Paths of the files that machine code is made of: the files of the function, of the functions that it calls, and of
+the constants that become part of the code.
 """
 
 _log = logging.getLogger(__name__)
@@ -45,8 +45,8 @@ def _omp_available() -> bool:
 
 
 PARALLEL = _omp_available()
-"""Loops run in parallel only on OpenMP: it shares torch's threads, where numba's own pool would fight them for the
-cores.
+"""Loops run in parallel only on OpenMP, which shares torch's threads. numba's own pool would compete with them
+for the cores.
 """
 
 if PARALLEL:
@@ -54,23 +54,23 @@ if PARALLEL:
 
 
 class KernelCache:
-    """What numba asks of the cache of one function. A file is a digest, then the pickled machine code.
+    """The cache of one function, with the methods that numba calls. A file holds a digest, then the
+    pickled machine code.
 
-    numba's own cache believes whatever it reads, and a damaged file ends the process; it also pickles what a function
-    closes over, and kernels close over emitters whose pickles differ in every process. `key` stands for those, `folder`
-    for the source. The module's name counts too, for numba imports it to load the code.
+    numba's own cache believes whatever it reads, so that a damaged file ends the process. It also pickles what a
+    function closes over, and kernels close over emitters whose pickles differ in every process. Here `key` stands for
+    these emitters and `folder` for the sources. The module's name is part of a file's name too, since numba imports the
+    module to load the code.
     """
 
     def __init__(self, function: Callable[..., Any], key: str, folder: Path) -> None:
         self.cache_path = str(folder)
-        self._folder, self._key = (
-            folder,
-            f"{function.__module__} {function.__qualname__} {function.__code__.co_firstlineno} {key}",
-        )
+        self._folder = folder
+        self._key = f"{function.__module__} {function.__qualname__} {function.__code__.co_firstlineno} {key}"
         self._name = f"{Path(function.__code__.co_filename).stem}.{function.__qualname__.rpartition('.')[2]}"
 
     def load_overload(self, signature: Any, target_context: Any) -> Any:
-        """The compiled function, None if it is not here."""
+        """The compiled function; None if the cache does not have it."""
         target_context.refresh()
         path = self._path(signature, target_context.codegen())
         try:
@@ -87,8 +87,9 @@ class KernelCache:
         return CompileResult._rebuild(target_context, *pickle.loads(code))
 
     def save_overload(self, signature: Any, compiled: Any) -> None:
+        """Keeps a compiled function, unless its code holds addresses of this process."""
         if compiled.library.has_dynamic_globals or any(not loop.can_cache for loop in compiled.lifted):
-            return  # it holds addresses of this process
+            return
         code = dumps(compiled._reduce())
         path = self._path(signature, compiled.codegen)
         written = path.with_suffix(f".{secrets.token_hex(4)}")
@@ -102,7 +103,7 @@ class KernelCache:
                 written.unlink(missing_ok=True)
 
     def _path(self, signature: Any, codegen: Any) -> Path:
-        """The code depends on the types of the arguments and on the CPU that it is made for, too."""
+        """The file for a signature. The code also depends on the CPU that it is made for."""
         made_for = f"{signature} {codegen.magic_tuple()} {self._key}"
         return self._folder / f"{self._name}-{_digest(made_for.encode()).hex()}.nbc"
 
@@ -112,14 +113,14 @@ def _digest(data: bytes) -> bytes:
 
 
 def _say_once(problem: str) -> None:
-    """Once in a process: what is wrong with one file is wrong with the next."""
+    """Warns once in a process, since what is wrong with one file is wrong with the next."""
     if not _told.is_set():
         _told.set()
         _log.warning("compiled kernels: %s; compiled in memory, which takes this start some seconds longer", problem)
 
 
 def folder_of(sources: Sources) -> Path:
-    """<cache>/kernels/<hash of the sources, of this file, the compiler's versions and `PARALLEL`>; not made yet.
+    """<cache>/kernels/<hash of the sources, this file, the compiler's versions and `PARALLEL`>. It may not exist yet.
 
     Raises OSError where a source cannot be read or there is no place for a cache.
     """
@@ -129,20 +130,20 @@ def folder_of(sources: Sources) -> Path:
 
 
 def variant(function: F, key: str) -> F:
-    """The function, named after the constants it closes over. Its symbols carry the name: without it those of two
-    variants, compiled by two processes, may be the same, and a third process that loads both would run one for the
-    other.
+    """Names a function after the constants that it closes over, and returns it. Its symbols carry the name. Without it,
+    two variants compiled by two processes could have the same symbols, and a third process that loads both would run
+    one in place of the other.
     """
     function.__qualname__ += f"_{key}"
     return function
 
 
 def compiled(sources: Sources, key: str = "") -> Callable[[F], F]:
-    """Functions compiled by numba on their first call, without the interpreter lock; in memory only where the cache
-    cannot be written.
+    """Decorates a function that numba compiles on its first call and that runs without the interpreter lock. Where the
+    cache cannot be written, the code is kept in memory alone.
 
-    `key` names the constants that the function closes over; functions that it calls and that close over any must be
-    `variant`s.
+    `key` names the constants that the function closes over. Functions that it calls and that close over constants must
+    be `variant`s.
     """
 
     def compile_it(function: F) -> F:
@@ -158,10 +159,11 @@ def compiled(sources: Sources, key: str = "") -> Callable[[F], F]:
 
 
 def compiled_loop(sources: Sources) -> Callable[[F], F]:
-    """The same for loops of a microsecond: on one thread, and the interpreter lock is kept, for getting it back may
-    take milliseconds.
+    """Decorates a loop of about a microsecond. It runs on one thread and keeps the interpreter lock, since getting it
+    back may take milliseconds.
 
-    They must allocate nothing: numba's counting of array references, which would take longer than some loops, is off.
+    The loop must allocate nothing: numba's counting of array references, which would take longer than some
+    loops, is off.
     """
 
     def compile_it(function: F) -> F:
@@ -172,7 +174,7 @@ def compiled_loop(sources: Sources) -> Callable[[F], F]:
 
 
 def _cached(dispatcher: Any, sources: Sources, key: str) -> Any:
-    """The dispatcher itself: to callers it is still the function that it compiles."""
+    """Gives a dispatcher its cache and returns it. To callers it is still the function that it compiles."""
     try:
         folder = folder_of(sources)
     except OSError as error:
@@ -184,8 +186,8 @@ def _cached(dispatcher: Any, sources: Sources, key: str) -> Any:
 
 @contextmanager
 def one_compiles(sources: Sources) -> Iterator[None]:
-    """Held by one process at a time: the others wait, then find what it compiled. Where nothing can be locked, each
-    compiles for itself.
+    """A lock that one process holds at a time: the others wait, then find what it compiled. Where no file can be
+    locked, each process compiles for itself.
     """
     try:
         folder = folder_of(sources)
@@ -195,7 +197,7 @@ def one_compiles(sources: Sources) -> Iterator[None]:
         yield
         return
     try:
-        with suppress(OSError):  # a network's file system may have no locks
+        with suppress(OSError):  # a network file system may have no locks
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:

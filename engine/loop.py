@@ -1,14 +1,14 @@
 """The shell that drives one engine in a process: threads around a synchronous service and a runner.
 
 1. Any thread calls `deliver(envelope)` or `wake()`; both only put into the inbox.
-2. The loop thread owns the service. It sleeps on the inbox, for at most `TICK_S`.
+2. The loop thread owns the service. It sleeps on the inbox for at most `TICK_S`.
 3. Envelopes pass `protocol.delivery`, which restores their order, and reach `service.handle`.
 4. A finished step reaches `service.commit`, a failed one `service.step_failed`.
-5. `service.tick` looks at deadlines, leases and timeouts: at every turn, also while a step runs and when idle.
-6. If the step thread is free (or has only one batch, when asynchronous), `service.schedule` builds the next one for it.
-   It executes, and nothing else. A runner that can launch does it there, and a third thread waits for the device: it is
-   never without orders while a batch is to be had.
-7. What the service left in its outbox is numbered and sent.
+5. `service.tick` looks at deadlines, leases and timeouts at every turn, also while a step runs and while nothing does.
+6. If the step thread is free (or, when asynchronous, has only one batch), `service.schedule` builds the next batch for
+   it. The step thread executes batches and does nothing else. If the runner can launch, the step thread launches, and a
+   third thread waits for the device, which always has orders while there is a batch.
+7. Messages that the service left in its outbox are numbered and sent.
 """
 
 import logging
@@ -33,14 +33,14 @@ log = logging.getLogger(__name__)
 
 
 class Service(Protocol):
-    """A pool's control logic as the loop sees it. Called from the loop thread only."""
+    """A pool's control logic as the loop sees it. Only the loop thread calls it."""
 
     outbox: list[tuple[Address, Message]]
-    """Drained by the loop after every turn; order kept per receiver."""
+    """The loop empties it after every turn and keeps the order per receiver."""
 
     @property
     def idle(self) -> bool:
-        """Nothing waits, runs, is leased or pulled."""
+        """True while nothing waits, runs, is leased or is pulled."""
         ...
 
     def handle(self, envelope: Envelope) -> None: ...
@@ -50,11 +50,11 @@ class Service(Protocol):
     def schedule(self) -> Batch | None: ...
 
     def commit(self, output: StepOutput) -> None:
-        """Output of the oldest batch that was scheduled and is not committed."""
+        """Takes the output of the oldest batch that was scheduled and is not committed."""
         ...
 
     def step_failed(self, error: str) -> None:
-        """The oldest such batch could not be executed."""
+        """The oldest batch that is not committed could not be executed."""
         ...
 
     def router_gone(self) -> None: ...
@@ -70,15 +70,15 @@ class _Signal(Enum):
 
 
 class EngineLoop:
-    """Verbs: `start`, `drain`, `stop`; inlets: `deliver`, `wake`. The outlet `send` is called on the loop thread and
-    must not block.
+    """The threads of one engine. A supervisor calls `start`, `drain` and `stop`; messages and signals come in through
+    `deliver` and `wake`. `send` is called on the loop thread and must not block.
 
-    `asynchronous`: the next batch is built while the step before it runs, and starts right after it, before that one's
-    commit. The service must then allow `schedule` once more before a `commit`, the runner batches with pending tokens.
-    `strict`: a message that the protocol does not list ends the loop, as tests want it.
-    A step that runs for longer than `stall_timeout_s` ends the loop too: an engine that makes no progress must not look
-    alive. `on_failure`: called once, from the thread that died of an error nobody expects; the loop has ended then, and
-    the process should.
+    If `asynchronous`, the next batch is built while the step before it runs, and starts right after it, before that
+    step is committed. Then the service must allow `schedule` once more before a `commit`, and the runner must take
+    batches with pending tokens. If `strict`, a message that the protocol does not list ends the loop, as tests want it.
+    A step that runs longer than `stall_timeout_s` ends the loop too: an engine that makes no progress must not look
+    alive. When a thread dies of an unexpected error it calls `on_failure`, once; the loop has ended then, and the
+    process should.
     """
 
     def __init__(
@@ -108,16 +108,16 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[Envelope | Drain | StepOutput | _StepFailed | _Signal] = queue.SimpleQueue()
         self._steps: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[Callable[[], StepOutput] | None] = queue.SimpleQueue()
-        """What gives the output of each launched step, or raises."""
+        """For each launched step, the call that gives its output or raises."""
         self._num_in_flight = 0
         self._stall_timeout_s = stall_timeout_s
         self._step_started_at: float | None = None
-        """Of the step that runs now; None between steps. Written by one thread alone."""
+        """When the step that runs now has started; None between steps. Only one thread writes it."""
         self._launch_started_at: float | None = None
-        """Likewise, of the launch."""
+        """When the launch that runs now has started; None between launches. Only one thread writes it."""
         self._idle = threading.Event()
         self._idle_lock = threading.Lock()
-        """Held while `_idle` is made to agree with the inbox: set only if that is empty."""
+        """Held while `_idle` is made to agree with the inbox: it is set only if the inbox is empty."""
         steps: dict[str, Callable[[], None]] = {"step": self._step}
         if isinstance(runner, LaunchingRunner):
             steps = {"step": partial(self._launch, runner), "wait": self._wait}
@@ -131,25 +131,25 @@ class EngineLoop:
             thread.start()
 
     def deliver(self, envelope: Envelope) -> None:
-        """A message for this engine, in any order, from any thread. Never blocks."""
+        """Takes a message for this engine, in any order and from any thread. Never blocks."""
         self._put(envelope)
 
     def wake(self) -> None:
-        """Something the service polls (a pull) has changed. From any thread; never blocks."""
+        """Tells the loop that something which the service polls has changed. Any thread may call it. Never blocks."""
         self._inbox.put(_Signal.WAKE)
 
     def drain(self, deadline_s: float) -> None:
-        """As if the router had sent `Drain`; returns at once, `wait_idle` tells when it is done."""
+        """Drains as if the router had sent `Drain`. Returns at once; `wait_idle` tells when the engine is drained."""
         self._put(Drain(deadline_s=deadline_s))
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """True as soon as all that was delivered is handled and the service holds nothing; False after `timeout_s` or a
-        failure.
+        """Returns True as soon as all that was delivered is handled and the service holds nothing. Returns False after
+        `timeout_s` or a failure.
         """
         return self._idle.wait(timeout_s) and self.failure is None
 
     def stop(self) -> None:
-        """Ends all threads after the steps that run now; their output is lost. Joins them."""
+        """Ends all threads after the steps that run now, whose output is lost. Returns when they have ended."""
         self._inbox.put(_Signal.STOP)
         for thread in self._threads:
             thread.join()
@@ -185,7 +185,7 @@ class EngineLoop:
                 finally:
                     self._launch_started_at = None
         finally:
-            self._launched.put(None)  # behind all steps: memory that the device still uses must outlive them
+            self._launched.put(None)  # comes behind all steps, so that memory which the device still uses outlives them
 
     def _wait(self) -> None:
         while (result := self._launched.get()) is not None:
@@ -230,7 +230,7 @@ class EngineLoop:
             self._inbox.put(item)
 
     def _take(self, item: Envelope | Drain | StepOutput | _StepFailed | _Signal) -> bool:
-        """One thing from the inbox. False: stop."""
+        """Handles one item from the inbox. Returns False if the loop is to stop."""
         match item:
             case Envelope():
                 for envelope in self._incoming.accept(item):
@@ -251,7 +251,9 @@ class EngineLoop:
         return True
 
     def _handle(self, envelope: Envelope) -> None:
-        """What no table lists is ignored and counted, so that one wrong message harms nobody else; strict loops end."""
+        """Handles a message. One that no table lists is ignored and counted, so that it harms no other request; a
+        strict loop ends.
+        """
         try:
             self._service.handle(envelope)
         except ProtocolError as error:

@@ -1,5 +1,5 @@
-"""How the loops are compiled: by numba, kept on disk, when the first of them is called; where numba is absent not at
-all.
+"""How the loops are compiled: numba compiles them when the first one is called, and keeps the code on disk. Where numba
+is absent they stay plain Python.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,8 +13,9 @@ _HAS_NUMBA = find_spec("numba") is not None
 
 
 class _Loop:
-    """Stands for a function until it is called: importing numba takes most of a second, and most processes that import
-    a scheduler never run one."""
+    """Stands for a function until it is called. Importing numba takes most of a second, and most processes that import
+    a scheduler never run one.
+    """
 
     __slots__ = ("_compiled", "_function", "_sources")
 
@@ -27,7 +28,7 @@ class _Loop:
 
     @property
     def compiled(self) -> Any:
-        """numba's dispatcher."""
+        """The compiled function, which numba calls a dispatcher."""
         if self._compiled is None:
             from engine.kernel_cache import compiled_loop
 
@@ -36,15 +37,15 @@ class _Loop:
 
     @property
     def _numba_type_(self) -> Any:
-        """What numba asks of a global that a compiled function calls."""
+        """The type that numba asks for when a compiled function calls this one."""
         return self.compiled._numba_type_
 
 
 def compiled_loop(sources: tuple[str, ...], *, uncompiled: Callable[..., Any] | None = None) -> Callable[[F], F]:
-    """Makes a compiled function of a plain loop; callers, and their type checker, see the function. `sources`: as in
-    kernel_cache.py.
+    """Makes a compiled function of a plain loop. Callers, and their type checker, see the loop. `sources` are as
+    in kernel_cache.py.
 
-    `uncompiled`: what runs in its stead where numba is absent, if not the loop as it stands.
+    Where numba is absent, `uncompiled` runs in its place if it is given, and else the loop as it stands.
     """
 
     def compile_it(function: F) -> F:
@@ -54,7 +55,7 @@ def compiled_loop(sources: tuple[str, ...], *, uncompiled: Callable[..., Any] | 
 
 
 def put_compiled(module: dict[str, Any]) -> None:
-    """Puts in place of the loops among a module's names what they compile to, for a call through `_Loop` costs a fifth
+    """Replaces the loops among a module's names by their compiled functions, since a call through `_Loop` costs a fifth
     of a microsecond.
     """
     module.update({name: value.compiled for name, value in module.items() if isinstance(value, _Loop)})
@@ -62,7 +63,7 @@ def put_compiled(module: dict[str, Any]) -> None:
 
 @contextmanager
 def one_compiles(sources: tuple[str, ...]) -> Iterator[None]:
-    """As kernel_cache.py's, where anything is compiled."""
+    """The lock of kernel_cache.py; it locks nothing where nothing is compiled."""
     if not _HAS_NUMBA:
         yield
         return

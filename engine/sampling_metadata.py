@@ -1,6 +1,4 @@
-"""How the tokens of each running sequence are chosen: rows of arrays, shared by the scheduler's table and the
-runner.
-"""
+"""How the tokens of each running sequence are chosen: arrays by row, shared by the scheduler's table and the runner."""
 
 import numpy as np
 
@@ -12,20 +10,20 @@ GREEDY_BELOW = 1e-5
 
 
 class SamplingMetadata:
-    """Arrays [num_rows], written when a sequence takes its row and left as they are until the next one does."""
+    """Arrays [num_rows]. A row is written when a sequence takes it, and not changed until the next sequence does."""
 
     def __init__(self, num_rows: int) -> None:
         self.special: Bool = np.zeros(num_rows, np.bool_)
-        """Rows that want more than the likeliest token. Elsewhere only `temperatures`, `seeds` and `answer_bases` are
-        kept up to date.
+        """Rows that need more than the likeliest token. In other rows only `temperatures`, `seeds` and `answer_bases`
+        are up to date.
         """
         self.num_special = 0
-        """Of the sequences that run now."""
+        """How many sequences that run now have special rows."""
         self.temperatures: Float32 = np.zeros(num_rows, np.float32)
         self.seeds: UInt64 = np.zeros(num_rows, np.uint64)
         self.answer_bases: Int32 = np.zeros(num_rows, np.int32)
-        """The token at position p of a row has index `answer_bases[row] + p` in the whole answer; below 0: it belongs
-        to the prompt.
+        """The token at position p of a row has index `answer_bases[row] + p` in the whole answer. If that is below 0,
+        the token belongs to the prompt.
         """
         self.top_ks: Int32 = np.zeros(num_rows, np.int32)
         self.top_ps: Float32 = np.ones(num_rows, np.float32)
@@ -35,14 +33,14 @@ class SamplingMetadata:
         self.repetitions: Float32 = np.ones(num_rows, np.float32)
         self.min_tokens: Int32 = np.zeros(num_rows, np.int32)
         self.num_logprobs: Int32 = np.full(num_rows, -1, np.int32)
-        """-1: none."""
+        """How many likeliest tokens are reported beside the chosen one; -1 if log probabilities are not."""
         self.ending: dict[int, Int32] = {}
-        """Per row with `min_tokens` the tokens that would end its answer."""
+        """By special row, the tokens that would end its answer."""
         self.biases: dict[int, tuple[Int32, Float32]] = {}
-        """Per row with a `logit_bias` token ids and what is added to their logits."""
+        """By special row, token ids and what is added to their logits."""
 
     def put(self, row: int, params: SamplingParams, *, base: int, eos_token_ids: tuple[int, ...]) -> None:
-        """A sequence takes `row`; `base`: its `answer_bases`."""
+        """A sequence takes `row`, with `base` as its entry in `answer_bases`."""
         self.temperatures[row] = params.temperature
         self.seeds[row] = (params.seed or 0) % 2**64
         self.answer_bases[row] = base
@@ -68,5 +66,5 @@ class SamplingMetadata:
         self.biases[row] = np.array(token_ids, np.int32), np.array([bias for _, bias in params.logit_bias], np.float32)
 
     def left(self, row: int) -> None:
-        """Its sequence runs no more. Steps in flight may still read the row."""
+        """The sequence of `row` no longer runs. Steps in flight may still read the row."""
         self.num_special -= int(self.special[row])

@@ -1,1 +1,1 @@
-"""What processes say to each other: messages, delivery, block hashes, errors, clock, timeline. The leaf of the tree."""
+"""What all processes share: messages, delivery, block hashes, errors, clock, timeline. It imports no other package."""

@@ -1,4 +1,4 @@
-"""The types of numpy arrays that more than one module speaks of."""
+"""The types of numpy arrays that several modules use."""
 
 import numpy as np
 import numpy.typing as npt

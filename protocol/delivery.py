@@ -1,7 +1,8 @@
-"""Order between shells: numbers what goes out, restores order of what comes in, drops duplicates, reports lasting gaps.
+"""Order between shells: outgoing messages are numbered; for incoming ones the order is restored, duplicates are dropped
+and lasting gaps are reported.
 
-The protocol assumes that messages of one sender reach one receiver in order and once; the wires between processes give
-neither.
+The protocol assumes that messages of one sender reach one receiver in order and once. The connections between processes
+guarantee neither.
 """
 
 from dataclasses import dataclass, field
@@ -10,22 +11,22 @@ from protocol.clock import Clock
 from protocol.messages import Address, Envelope, Message
 
 MAX_HELD = 16_384
-"""Early messages kept per sender; one more counts as a gap that lasted too long."""
+"""How many early messages are kept per sender. One more counts as a gap that lasted too long."""
 
 
 class Outgoing:
-    """Numbers the messages of one sender, per receiver, from 0."""
+    """Numbers the messages of one sender, from 0 for each receiver."""
 
     def __init__(self, address: Address) -> None:
         self.address = address
         self._next_seq: dict[Address, int] = {}
 
     def sent(self) -> dict[Address, int]:
-        """Messages numbered so far, by receiver."""
+        """How many messages were numbered so far, by receiver."""
         return dict(self._next_seq)
 
     def envelope(self, receiver: Address, message: Message) -> Envelope:
-        """Every envelope must be sent: the receiver waits for each number."""
+        """Puts a message into an envelope. Every envelope must be sent, since the receiver waits for each number."""
         seq = self._next_seq.get(receiver, 0)
         self._next_seq[receiver] = seq + 1
         return Envelope(self.address, receiver, seq, message)
@@ -33,15 +34,15 @@ class Outgoing:
 
 @dataclass(slots=True)
 class _Sender:
-    """What is known of one replica, in its newest epoch seen."""
+    """What is known of one replica in the newest epoch that was seen."""
 
     epoch: int
     expected: int = 0
-    """Sequence number to be delivered next."""
+    """Sequence number that is delivered next."""
     held: dict[int, Envelope] = field(default_factory=dict)
-    """Early ones, by sequence number; all above `expected`."""
+    """Early messages by sequence number; all numbers are above `expected`."""
     gap_since: float | None = None
-    """Since when something is held that cannot be delivered, seconds."""
+    """The time in seconds since which a held message waits for a missing one; None while nothing is held."""
     overflown: bool = False
     muted: bool = False
 
@@ -51,8 +52,8 @@ class _Sender:
 
 
 class Incoming:
-    """Restores the order at one receiver. A newer epoch of a sender replaces the older, whose later messages are
-    dropped.
+    """Restores the order at one receiver. A newer epoch of a sender replaces the older one, whose later messages
+    are then dropped.
     """
 
     def __init__(self, address: Address, clock: Clock, gap_timeout_s: float = 5.0) -> None:
@@ -62,10 +63,11 @@ class Incoming:
         self._senders: dict[str, _Sender] = {}
 
     def accept(self, envelope: Envelope) -> list[Envelope]:
-        """What can be delivered now, in order: nothing, `envelope`, or it and those held for it.
+        """Returns the envelopes that can be delivered now, in order: none, `envelope`, or `envelope` and held ones that
+        waited for it.
 
-        One meant for another epoch of ours passes through unordered, duplicates too: the service decides what becomes
-        of it.
+        An envelope for another epoch of this receiver passes through unordered, even a second time: the service
+        decides about it.
         """
         if envelope.receiver != self.address:
             return [envelope]
@@ -87,8 +89,8 @@ class Incoming:
         return ready
 
     def lost(self) -> list[Address]:
-        """Senders with a message missing for longer than the timeout, each reported once and then muted: its order
-        cannot be restored.
+        """Senders of which a message has been missing for longer than the timeout. Each is reported once and then
+        muted, since its order cannot be restored.
         """
         now = self._clock()
         found = []
@@ -99,7 +101,7 @@ class Incoming:
         return found
 
     def forget(self, address: Address) -> None:
-        """`address` is dead: what is held of it, and what still comes from it, is dropped without a report."""
+        """Forgets a dead sender: its held messages, and those that still come, are dropped without a report."""
         sender = self._senders.get(address.replica_id)
         if sender is None or sender.epoch < address.epoch:
             sender = self._senders[address.replica_id] = _Sender(address.epoch)

@@ -1,4 +1,4 @@
-"""The system's error tree. The router maps each leaf to a gRPC status; `retryable` says whether trying again can help.
+"""The tree of errors. The router maps each leaf to a gRPC status; `retryable` says whether trying again can help.
 
 TwopassError
 ├── RequestError                  one request; nobody else is harmed
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class TwopassError(Exception):
-    """Root of everything twopass raises on purpose."""
+    """The root of all errors that twopass raises on purpose."""
 
     retryable = False
 
@@ -44,8 +44,8 @@ class RequestError(TwopassError):
 class InvalidRequest(RequestError):
     """The request can never be served as asked.
 
-    `field` is the name as the user wrote it, `value` what was given (shortened by the caller when long),
-    `limit` the rule it broke in words or numbers.
+    `field` is the name as the user wrote it, `value` what was given (the caller shortens long values), and `limit` the
+    rule that was broken, in words or numbers.
     """
 
     code = "INVALID_ARGUMENT"
@@ -56,7 +56,7 @@ class InvalidRequest(RequestError):
 
 
 class Overloaded(RequestError):
-    """Every place in the queue is taken. `retry_after_s` is a hint in seconds."""
+    """Every place in the queue is taken. `retry_after_s` hints after how many seconds to try again."""
 
     code = "RESOURCE_EXHAUSTED"
     retryable = True
@@ -67,7 +67,7 @@ class Overloaded(RequestError):
 
 
 class Draining(RequestError):
-    """The deployment is going down and takes nothing new."""
+    """The deployment is going down and takes no new requests."""
 
     code = "UNAVAILABLE"
     retryable = True
@@ -86,7 +86,7 @@ class RequestCancelled(RequestError):
 
 
 class RequestFailed(RequestError):
-    """Every attempt ended in a failure."""
+    """Every attempt failed."""
 
     code = "UNAVAILABLE"
     retryable = True
@@ -139,15 +139,15 @@ class PullFailed(TransferError):
 
 
 class LeaseLost(TransferError):
-    """The lease word no longer named this lease after the bytes had arrived."""
+    """When the bytes had arrived, the lease word no longer named this lease."""
 
 
 class ChecksumMismatch(TransferError):
-    """Other bytes arrived than the prefill engine had offered."""
+    """The bytes that arrived are not those that the prefill engine had offered."""
 
 
 class ClusterLost(TwopassError):
-    """The Ray that carries a deployment has lost a part of its own: nothing can be watched or replaced any more."""
+    """The Ray that carries a deployment has lost a part of its own, so that nothing can be watched or replaced."""
 
 
 class EngineStalled(TwopassError):

@@ -1,14 +1,14 @@
-"""Logs as JSON, one object a line, on standard error: time, level, logger, replica, message, and whatever the line is
-about.
+"""Logs as JSON on standard error, one object per line: time, level, logger, replica, message, and fields that say what
+the line is about.
 
     log = logging.getLogger(__name__)
     log.warning("attempt failed", extra=about(key) | {"error": error})
     {"time": "2026-05-04T09:12:31.084Z", "level": "warning", "logger": "router.router", "replica": "router@1",
      "message": "attempt failed", "request_id": "a1", "attempt": 1, "error": "lease_expired"}
 
-Lines about one request are debug: at load there are thousands. Replicas that come and go are info. Failures, and what a
-peer did that it may not, are warnings. Until `configure` is called nothing is written: tests and simulators call it
-not.
+Lines about one request are debug, since there are thousands under load. Replicas that come and go are info.
+Failures, and forbidden acts of a peer, are warnings. Nothing is written until `configure` is called: tests and
+simulators do not call it.
 """
 
 import json
@@ -22,14 +22,16 @@ from protocol.messages import Address, RequestKey
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 PACKAGES = ("protocol", "engine", "kv_transfer", "prefill_pool", "decode_pool", "router", "cluster")
-"""Whose logs these are; those of libraries appear from `warning` on."""
+"""The packages whose level is set. Logs of libraries appear from `warning` on."""
 
 _STANDARD = frozenset({*vars(logging.makeLogRecord({})), "message", "asctime"})
-"""Every record has these; names with a leading underscore are somebody's own, Ray's for one."""
+"""Fields that every record has. Libraries such as Ray add fields with a leading underscore."""
 
 
 def configure(level: LogLevel, address: Address, stream: TextIO | None = None) -> None:
-    """For a whole process, in place of what was configured before. `stream` None: standard error."""
+    """Sets up the logs of a whole process, in place of an earlier setup. They go to `stream`, or else to
+    standard error.
+    """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter(address))
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
@@ -52,8 +54,8 @@ class JsonFormatter(logging.Formatter):
         self._replica = label(address)
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, whatever the message holds. Fields are those given as `extra`; what JSON has no word for becomes
-        text.
+        """Makes one line, whatever the message contains. Its fields are those given as `extra`; values that JSON cannot
+        express become text.
         """
         fields: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC)
@@ -73,6 +75,5 @@ class JsonFormatter(logging.Formatter):
 
 
 for _package in PACKAGES:
-    logging.getLogger(_package).addHandler(
-        logging.NullHandler()
-    )  # else Python prints warnings where nobody configured anything
+    # Without a handler Python prints warnings where nobody has called `configure`.
+    logging.getLogger(_package).addHandler(logging.NullHandler())

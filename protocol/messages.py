@@ -1,8 +1,8 @@
-"""Messages between router, prefill and decode engines. Ids and numbers only; frozen; keyword-only.
+"""Messages between router, prefill and decode engines. They hold ids and numbers only, are frozen and keyword-only.
 
     R = router, P = prefill engine, D = decode engine
 
-    EngineRequest  R -> P, D    start one attempt of a request
+    EngineRequest    R -> P, D    start one attempt of a request
     AbortRequest     R -> P, D    end it
     KVHandoff        P -> D       blocks that are ready, under a lease
     KVRenew          D -> P       leases still wanted
@@ -19,6 +19,8 @@
 
 Sender, receiver and sequence number travel in the `Envelope`. Times are durations in seconds: no process reads
 another's clock.
+
+The file is longer than 300 lines because it is the whole vocabulary, from which tables of docs/handoff.md are written.
 """
 
 from dataclasses import dataclass, field
@@ -39,14 +41,14 @@ AbortReason = Literal["client", "deadline", "superseded", "peer_lost"]
 
 
 class Address(NamedTuple):
-    """One life of one process: a replica that comes back has a higher epoch."""
+    """One life of one process. A replica that comes back has a higher epoch."""
 
     replica_id: str
     epoch: int
 
 
 class RequestKey(NamedTuple):
-    """One attempt of one request; dispatched once."""
+    """One attempt of one request. A key is dispatched once."""
 
     router_epoch: int
     request_id: str
@@ -55,36 +57,37 @@ class RequestKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen and when the answer ends. Names and meaning follow vLLM; the defaults choose the likeliest
-    token.
+    """How tokens are chosen and when the answer ends. Names and meanings follow vLLM; the defaults choose the
+    likeliest token.
     """
 
     temperature: float = 0.0
     top_k: int = 0
-    """Only the so many likeliest tokens; 0 or -1: all."""
+    """Only this many of the likeliest tokens can be chosen; with 0 or -1, all."""
     top_p: float = 1.0
     min_p: float = 0.0
     presence_penalty: float = 0.0
-    """Like `frequency_penalty` for tokens of the answer; `repetition_penalty` for those of the prompt too."""
+    """Applies to tokens of the answer, like `frequency_penalty`; `repetition_penalty` applies to the prompt's too."""
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, added to its logit)."""
+    """(token id, what is added to its logit) pairs."""
     min_tokens: int = 0
-    """Tokens of the whole answer before which no end-of-sequence and no stop token is chosen."""
+    """Length of the whole answer before which no end-of-sequence token and no stop token is chosen."""
     logprobs: int | None = None
-    """How many of the likeliest tokens are reported beside the chosen one; None: not even that one's."""
+    """How many of the likeliest tokens are reported beside the chosen one; with None, not even the chosen one is."""
     seed: int | None = None
-    """The router draws a missing one, so that every attempt of a request uses the same."""
+    """The router draws a missing seed, so that every attempt of a request uses the same."""
     stop_token_ids: tuple[int, ...] = ()
-    """End the answer, and are part of it. The model's end-of-sequence ids are added by the engine unless `ignore_eos`.
+    """Tokens that end the answer and are part of it. The engine adds the model's end-of-sequence ids unless
+    `ignore_eos` is set.
     """
     ignore_eos: bool = False
 
 
 class TokenLogprobs(NamedTuple):
-    """Natural logarithms of the model's own probabilities, before penalties, temperature and filters. `top`: likeliest
-    first.
+    """Natural logarithms of the model's own probabilities, before penalties, temperature and filters. `top` and
+    `top_token_ids` list the likeliest tokens, likeliest first.
     """
 
     chosen: float
@@ -94,8 +97,8 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """R -> P and D: one attempt. `prompt_token_ids` = prompt + tokens already delivered (int32); `offset` counts the
-    latter.
+    """R -> P and D: start one attempt. `prompt_token_ids` (int32) are the prompt and the `offset` tokens that were
+    already delivered.
     """
 
     key: RequestKey
@@ -110,7 +113,7 @@ class EngineRequest:
     deadline_s: float | None = None
     cache_salt: str = ""
     traceparent: str = ""
-    """W3C trace context of the call; "": it has none."""
+    """W3C trace context of the call; "" if it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,9 +124,11 @@ class AbortRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVHandoff:
-    """P -> D: `num_ready_tokens` of the prompt lie in `block_ids` (all of the prompt's, in order) under this lease.
+    """P -> D: the KV of `num_ready_tokens` tokens of the prompt is in `block_ids` (all blocks of the prompt, in order)
+    under this lease.
 
-    Cumulative; whole blocks unless `final`. The source stays readable until the lease word changes.
+    The number is cumulative, and stands for whole blocks unless `final`. The source stays readable until the
+    lease word changes.
     """
 
     key: RequestKey
@@ -136,9 +141,9 @@ class KVHandoff:
     first_token_id: int | None
     layout_fingerprint: bytes
     first_logprobs: TokenLogprobs | None = None
-    """Of the first token, if the request asked: decode repeats both."""
+    """Log probabilities of the first token, if the request asked. Decode repeats both."""
     checksums: tuple[int, ...] = ()
-    """Of the blocks that are ready, in the order of `block_ids`; empty unless `transfer.checksum` is set."""
+    """Checksums of the blocks that are ready, in the order of `block_ids`; empty unless `transfer.checksum` is set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,10 +153,10 @@ class KVRenew:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVRelease:
-    """D -> P, once per lease. `num_bytes` and `seconds`: what the pulls moved and how long they took.
+    """D -> P, once per lease: D has all KV, or wants none. The pulls moved `num_bytes` and took `seconds`.
 
-    `router_knows`, of a refusal: the attempt's end came from the router, or D has told it. False: D has no request
-    to speak of, so P tells the router.
+    `router_knows` is for refusals. True: the end of the attempt came from the router, or D has told the router of it.
+    False: D has no request to tell of, so P tells the router.
     """
 
     key: RequestKey
@@ -181,10 +186,10 @@ class End(NamedTuple):
 
 
 class StageSeconds(NamedTuple):
-    """Seconds one attempt spent in each stage of this engine: sent with its first token and with its end.
+    """Seconds that one attempt spent in each stage of this engine. They are sent with its first token and with its end.
 
-    `num_cached_tokens`: how much of its known tokens the engine that computes them had in its prefix cache when the
-    attempt began. None: not told here.
+    `num_cached_tokens` of its known tokens were in the prefix cache of the engine that computes them when the attempt
+    began; None where that is not told.
     """
 
     request_number: int
@@ -194,7 +199,7 @@ class StageSeconds(NamedTuple):
 
 
 class Logprobs(NamedTuple):
-    """Of the token with index `offset` in the whole answer."""
+    """Log probabilities of the token with index `offset` in the whole answer."""
 
     request_number: int
     attempt: int
@@ -204,11 +209,11 @@ class Logprobs(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTokens:
-    """P, D -> R: one row per request that got tokens in this step (or ended).
+    """P, D -> R: one row per request that got tokens in this step, and the attempts that ended.
 
-    `request_numbers`, `attempts`, `offsets`, `counts`: [num_rows]; row i owns the next `counts[i]` entries of
-    `token_ids` and its first token has index `offsets[i]` in the whole answer. `ends` may name requests
-    without a row. `logprobs`: of every token of the requests that asked.
+    `request_numbers`, `attempts`, `offsets` and `counts` are [num_rows]. Row i owns the next `counts[i]` entries of
+    `token_ids`, and its first token has index `offsets[i]` in the whole answer. `ends` may name requests without a row.
+    `logprobs` has every token of the requests that asked.
     """
 
     router_epoch: int
@@ -224,12 +229,13 @@ class StepTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaStatus:
-    """P, D -> R: liveness and load only; no request changes state because of a number in here.
+    """P, D -> R: liveness and load only. No request changes its state because of a number in here.
 
-    `counters` and `distributions` are cumulative within the epoch; of the free blocks `num_cached_blocks` hold content
-    that can be hit, `num_held_blocks` are neither free nor owned: a step in flight may touch them. `thrash_ratio`:
-    tokens computed again after preemptions per token generated, over the engine's window. `transport`: how KV comes
-    here, "" where none does. `hashes_added`/`hashes_removed`: prefix-cache changes since the status before.
+    `counters` and `distributions` are cumulative within the epoch. `num_cached_blocks` of the free blocks hold content
+    that can be hit; `num_held_blocks` are neither free nor owned, since a step in flight may touch them.
+    `thrash_ratio` is tokens computed again after preemptions per token generated, over the engine's window.
+    `transport` is how KV comes here, "" where none does. `hashes_added` and `hashes_removed` are changes of the prefix
+    cache since the last status.
     """
 
     state: Literal["up", "draining"]
@@ -253,8 +259,8 @@ class ReplicaStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterStatus:
-    """`prefill_room_blocks`, `prefill_max_tokens`: most free blocks in a prefill engine, and most known tokens that one
-    can take.
+    """R -> P, D: liveness and room. `prefill_room_blocks` is the largest number of free blocks in a prefill engine,
+    `prefill_max_tokens` the largest number of known tokens that one can take.
     """
 
     router_epoch: int
@@ -265,10 +271,10 @@ class RouterStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """An engine has started. `endpoint`: opaque to everyone but its peers' transport.
+    """P, D -> R: an engine has started. `endpoint` has a meaning only for the transport of its peers.
 
-    `max_prompt_tokens`: longest prompt it computes from the beginning. An answer that goes on elsewhere brings more
-    known tokens: the engine takes as many as its blocks and `max_model_len` hold.
+    `max_prompt_tokens` is the longest prompt that it computes from the beginning. An answer that goes on here after it
+    began elsewhere brings more known tokens: the engine takes as many as its blocks and `max_model_len` hold.
     """
 
     role: PoolName
@@ -303,7 +309,9 @@ class Drain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerGap:
-    """Messages from `peer` are missing for longer than `gap_timeout_s`: it, or the way from it, is dead."""
+    """P, D -> R: a message from `peer` has been missing for longer than `gap_timeout_s`. The peer, or the way
+    from it, is dead.
+    """
 
     peer: Address
 
@@ -327,7 +335,7 @@ Message = (
 
 
 class Envelope(NamedTuple):
-    """A message on its way. `seq` counts from 0 per (sender, receiver) pair of addresses."""
+    """A message on its way. `seq` counts from 0 for each (sender, receiver) pair of addresses."""
 
     sender: Address
     receiver: Address

@@ -1,9 +1,9 @@
-"""An engine's end of the link to the router: which router counts, is it alive, what comes from it, and what goes to it
-after a step.
+"""An engine's end of the link to the router: which router counts and whether it is alive, what comes from it, and what
+goes to it after a step.
 
-One router epoch counts at a time, the newest seen. Its predecessor's keys are dead from that moment on. What is the
-same in both pools stands here: who is heard, meeting a router and losing it, the drain, the status. Each service keeps
-its own table.
+One router epoch counts at a time, the newest that was seen. When a newer one is seen, the keys of older ones are dead.
+This module has what is the same in both pools: who is heard, meeting a router and losing it, the drain, the status.
+Each service has its own table.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,8 +34,8 @@ from protocol.messages import (
 
 
 class Rows(NamedTuple):
-    """Token rows of one committed step, as `StepTokens` wants them. Each array: [num_rows], `token_ids`:
-    [sum(counts)].
+    """The token rows of one committed step, as `StepTokens` has them: `token_ids` is [sum(counts)], the other arrays
+    are [num_rows].
     """
 
     request_numbers: Int64
@@ -47,7 +47,7 @@ class Rows(NamedTuple):
 
 
 ROUTER_SILENT = "the router was silent"
-"""Why an engine has ended all keys of a router that it has not heard for `router_timeout_s`."""
+"""The reason of an engine that ends all keys of a router because it has not heard of it for `router_timeout_s`."""
 
 Ending = Literal["router_gone", "drain_deadline"]
 
@@ -57,20 +57,20 @@ _NO_ROWS = Rows(np.empty(0, dtype=np.int64), _NONE, _NONE, _NONE, _NONE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkConfig:
-    """How often an engine speaks to the router, and how long a silent router counts as alive."""
+    """How often an engine sends its status to the router, and how long a silent router counts as alive."""
 
     status_interval_s: float = 1.0
     router_timeout_s: float = 10.0
 
 
 class Linked(Protocol):
-    """What a link asks of the service it belongs to."""
+    """What a link needs of the service that it belongs to."""
 
     @property
     def idle(self) -> bool: ...
 
     def end_all(self, because: Ending) -> None:
-        """Ends every attempt as the table says for this event."""
+        """Ends every attempt, as the table says for this event."""
         ...
 
     def forget_peers(self) -> None:
@@ -85,8 +85,8 @@ class Linked(Protocol):
 
 
 class RouterLink:
-    """Verbs: `handle` what comes, `tick`, `flush` what goes. Beside these, `end` and `stages` gather what the next
-    `StepTokens` says.
+    """Handles what comes from the router (`handle`), looks at the time (`tick`) and sends what goes to the router
+    (`flush`). `end` and `stages` add to the next `StepTokens`.
     """
 
     def __init__(
@@ -101,8 +101,8 @@ class RouterLink:
         outbox: list[tuple[Address, Message]],
         counters: dict[str, float],
     ) -> None:
-        """`address`: the engine's own. `handlers`: by type of message, `Drain` aside. Of `counters` the link keeps
-        "ignored".
+        """`address` is the engine's own. `handlers` are by type of message, without `Drain`. The link counts
+        in `counters["ignored"]`.
         """
         self._service, self._clock = service, clock
         self._own_address, self._hello = address, hello
@@ -111,7 +111,7 @@ class RouterLink:
         self._timeout_s = config.router_timeout_s
         self._interval_s = config.status_interval_s
         self.epoch = 0
-        """Newest router epoch seen; 0: none yet."""
+        """The newest router epoch that was seen; 0 before the first one."""
         self._heard_at = clock()
         self._lost = True
         self._status_at = clock()
@@ -129,8 +129,9 @@ class RouterLink:
         return self._drain_at is not None
 
     def handle(self, envelope: Envelope) -> None:
-        """One message, in its sender's order, to its handler; what is meant for other epochs is dropped. Raises
-        ProtocolError for a kind that this engine knows nothing of."""
+        """Gives a message to its handler. Messages come in their sender's order; those for other epochs are dropped.
+        Raises ProtocolError for a kind of message that this engine does not take.
+        """
         if envelope.sender.replica_id == ROUTER_ID:
             if envelope.sender.epoch < self.epoch:
                 self._counters["ignored"] += 1
@@ -147,8 +148,8 @@ class RouterLink:
         self.flush()
 
     def meet(self, router_epoch: int) -> None:
-        """An epoch met in a message. If it is newer than all before, every older key ends, and that router learns who
-        we are.
+        """Takes note of a router epoch in a message. If it is newer than all before, every older key ends, and the new
+        router gets a `Hello`.
         """
         if router_epoch <= self.epoch:
             return
@@ -160,7 +161,7 @@ class RouterLink:
         self._outbox.append((self.address, self._hello))
 
     def tick(self) -> None:
-        """The router's silence (which ends all keys once), the drain deadline, the status."""
+        """Looks at the router's silence (which ends all keys once), at the drain deadline and at the next status."""
         now = self._clock()
         if not self._lost and now - self._heard_at >= self._timeout_s:
             self._lost = True
@@ -184,8 +185,8 @@ class RouterLink:
         finish_reason: FinishReason | None = None,
         error: str = "",
     ) -> None:
-        """Adds the end of an attempt to the next `StepTokens`. Keys of an older router are ignored: nobody would read
-        it.
+        """Adds the end of an attempt to the next `StepTokens`. Keys of an older router are ignored, since nobody would
+        read of their ends.
         """
         if key.router_epoch == self.epoch:
             self._ends.append(End(request_number, key.attempt, kind, finish_reason, error))
@@ -193,14 +194,14 @@ class RouterLink:
     def stages(
         self, key: RequestKey, request_number: int, seconds: dict[str, float], num_cached_tokens: int | None = None
     ) -> None:
-        """Adds stage times of an attempt to the next `StepTokens`, and what the prefix cache had of it where that is
-        said.
+        """Adds the stage times of an attempt to the next `StepTokens`, and how many of its tokens the prefix cache had,
+        if that is given.
         """
         if key.router_epoch == self.epoch:
             self._stages.append(StageSeconds(request_number, key.attempt, seconds, num_cached_tokens))
 
     def flush(self, rows: Rows | None = None) -> None:
-        """Writes one `StepTokens` if there is anything to say."""
+        """Puts one `StepTokens` into the outbox if there is anything to say."""
         if not (self._ends or self._stages or (rows is not None and len(rows.request_numbers))):
             return
         if rows is None:
@@ -221,6 +222,6 @@ class RouterLink:
         self._outbox.append((self.address, message))
 
     def _on_drain(self, envelope: Envelope) -> None:
-        """The router must know soon: the next status is due now."""
+        """The engine drains. Its next status is due now, so that the router soon knows."""
         now = self._clock()
         self._drain_at, self._status_at = now + cast(Drain, envelope.message).deadline_s, now

@@ -1,10 +1,10 @@
-"""Where a request's time went: consecutive stages that never overlap, so that they add up."""
+"""Where the time of a request went: consecutive stages, which never overlap and so add up to its time."""
 
 from protocol.clock import Clock
 
 
 class Timeline:
-    """Seconds per stage of one request in one process; entering a stage ends the one before."""
+    """Seconds per stage of one request in one process. Entering a stage ends the one before."""
 
     __slots__ = ("_clock", "_since", "_stage", "seconds")
 
@@ -14,7 +14,7 @@ class Timeline:
         self.seconds: dict[str, float] = {}
 
     def enter(self, stage: str) -> None:
-        """Ends the current stage now and begins `stage`; a stage entered twice accumulates."""
+        """Ends the current stage now and begins `stage`. The times of a stage that is entered twice add up."""
         now = self._clock()
         self.seconds[self._stage] = self.seconds.get(self._stage, 0.0) + now - self._since
         self._stage, self._since = stage, now

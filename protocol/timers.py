@@ -1,4 +1,4 @@
-"""Many timers, few of which ever fire: a heap whose cancelled entries are skipped when they come up."""
+"""Many timers of which few ever fire: a heap in which cancelled entries are skipped when they come up."""
 
 import heapq
 from collections.abc import Hashable
@@ -8,7 +8,7 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 class Timers(Generic[Name]):
-    """Named deadlines on one clock. Setting a name again moves it; names may be anything hashable."""
+    """Named deadlines on one clock. Setting a name again moves its deadline. Names may be anything hashable."""
 
     def __init__(self) -> None:
         self._at: dict[Name, float] = {}
@@ -19,24 +19,24 @@ class Timers(Generic[Name]):
         return len(self._at)
 
     def names(self) -> list[Name]:
-        """All that are set, in the order they were first set."""
+        """The names that are set, in the order in which they were first set."""
         return list(self._at)
 
     def __contains__(self, name: Name) -> bool:
         return name in self._at
 
     def set(self, name: Name, at: float) -> None:
-        """Fires at `at` (seconds of the owner's clock), replacing an earlier setting."""
+        """Sets a timer to fire at `at` (seconds of the owner's clock), in place of an earlier setting."""
         self._at[name] = at
         self._count += 1
         heapq.heappush(self._heap, (at, self._count, name))
 
     def cancel(self, name: Name) -> None:
-        """Forgets a timer; unknown names are fine."""
+        """Forgets a timer. The name may be unknown."""
         self._at.pop(name, None)
 
     def due(self, now: float) -> list[Name]:
-        """Names whose time has come, earliest first, each once; they are forgotten."""
+        """Returns the names whose time has come, earliest first, each once, and forgets them."""
         fired = []
         while self._heap and self._heap[0][0] <= now:
             at, _, name = heapq.heappop(self._heap)
@@ -46,7 +46,7 @@ class Timers(Generic[Name]):
         return fired
 
     def next_at(self) -> float | None:
-        """When the earliest timer fires, or None."""
+        """When the earliest timer fires; None if no timer is set."""
         while self._heap and self._at.get(self._heap[0][2]) != self._heap[0][0]:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None

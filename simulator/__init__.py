@@ -1,1 +1,1 @@
-"""What drives the real control code in virtual time, with faults from a seed, and shows that it is right."""
+"""Drives the real control code in virtual time, with faults from a seed, and checks that it is right."""

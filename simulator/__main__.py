@@ -1,4 +1,4 @@
-"""`python -m simulator`: fault schedules by seed, or how fast they are played."""
+"""`python -m simulator` plays fault schedules by seed, or measures how fast they are played."""
 
 from simulator.seeds import main
 

@@ -1,5 +1,5 @@
-"""What a simulated run really did: one audit per life of a process, kept at its borders and held against what it says
-of itself.
+"""Audits of a simulated run. There is one per life of a process: it counts what crosses the borders of the process, and
+compares that with what the process says of itself.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from simulator.scenario import Scenario
 
 
 class Audit:
-    """All audits of a run. `router`: of the present router, or of the last one."""
+    """All audits of a run. `router` is the audit of the present router, or of the last one."""
 
     def __init__(self, scenario: Scenario, clock: VirtualClock) -> None:
         self._scenario, self._clock = scenario, clock
@@ -31,7 +31,7 @@ class Audit:
         self.refusals.router = None
 
     def engine(self, replica: Replica) -> EngineAudit:
-        """Opened when first asked for."""
+        """The audit of an engine. It is opened when it is first asked for."""
         audit = self._engines.get(replica.address)
         if audit is None:
             audit = self._engines[replica.address] = EngineAudit(
@@ -44,7 +44,7 @@ class Audit:
             self.router.dispatched(envelope.receiver, envelope.message)
 
     def check_end(self, replicas: Iterable[Replica], *, router_alive: bool) -> None:
-        """Everything is quiet."""
+        """Checks all audits at the end of the run, when everything is quiet."""
         if router_alive:
             self.router.check()
         for replica in replicas:

@@ -1,5 +1,6 @@
-"""One life of an engine, counted from outside and held against its own counters: I6 (leases), I9 (who arrived sits
-down), I10, I14 (an answer gets a token in every step)."""
+"""One life of an engine, counted from outside and compared with its own counters. Checks I6 (leases), I9 (arrived
+sequences get seats), I10 (counters) and I14 (an answer gets a token in every step).
+"""
 
 from collections import Counter
 
@@ -45,25 +46,25 @@ class WatchedLeases(LeaseTable):
 
 
 class EngineAudit:
-    """Every method raises Violation."""
+    """Every method raises Violation if an invariant does not hold."""
 
     def __init__(self, seed: int, clock: VirtualClock, replica: Replica, refusals: Refusals) -> None:
         self._seed, self._clock, self._replica, self._name = seed, clock, replica, replica.name
         self._refusals = refusals
         self._counted: Counter[str] = Counter()
-        """By the name of the service's own counter."""
+        """What was counted, by the name of the service's own counter."""
         self._leases: dict[int, str] = {}
-        """By lease id, how it ended; "" while it is live."""
+        """How each lease ended, by its id; "" while it is live."""
         self._met: Counter[RequestKey] = Counter()
-        """Times a decode engine came to know of an attempt: as often it may release its lease."""
+        """How often a decode engine came to know of an attempt. It may release the lease of the attempt as often."""
         self._repeats: set[tuple[int, int, int]] = set()
-        """(router epoch, request number, attempt) whose first row will repeat the token that a prefill engine
-        sampled.
+        """(router epoch, request number, attempt) of attempts whose first row will repeat the token that a prefill
+        engine sampled.
         """
         self._router_epoch = 0
-        """Newest met."""
+        """The newest router epoch that the engine has met."""
         self._num_seats = 0
-        """Free before the schedule."""
+        """How many seats were free before the schedule."""
 
     def _violation(self, what: str) -> Violation:
         return Violation(self._seed, self._clock.now, what)
@@ -82,8 +83,8 @@ class EngineAudit:
         self._leases[lease_id] = ""
 
     def lease_ends(self, lease_id: int) -> None:
-        """Only by decode's answer, a lost peer, or a timer: whatever else ends an attempt revokes its lease, and
-        waits.
+        """A lease ends. Only decode's answer, a lost peer or a timer may end it: whatever else ends an attempt revokes
+        its lease and waits.
         """
         self._require(self._leases.get(lease_id) == "", f"I6: lease {lease_id:#x} of {self._name} ends twice")
         message = self._replica.doing.message if self._replica.doing is not None else None
@@ -102,7 +103,7 @@ class EngineAudit:
     # ---- at the wire
 
     def hears(self, envelope: Envelope) -> None:
-        """What the service is about to handle."""
+        """The service is about to handle a message."""
         message = envelope.message
         if envelope.sender.replica_id == ROUTER_ID:
             self._router_epoch = max(self._router_epoch, envelope.sender.epoch)
@@ -121,7 +122,7 @@ class EngineAudit:
                 self._repeats.add((message.key.router_epoch, message.request_number, message.key.attempt))
 
     def says(self, envelope: Envelope) -> None:
-        """What the service has put out. I6: decode answers once for each time it came to know of an attempt."""
+        """The service has put out a message. I6: decode answers once for each time it came to know of an attempt."""
         message = envelope.message
         if isinstance(message, StepTokens):
             self._counted["generated_tokens"] += len(message.token_ids) - self._num_repeated(message)
@@ -134,6 +135,7 @@ class EngineAudit:
             self._require(once, f"I6: {self._name} releases lease {message.lease_id:#x} again: {message.outcome}")
 
     def _num_repeated(self, message: StepTokens) -> int:
+        """How many tokens of the message repeat a token that a prefill engine sampled."""
         if not self._repeats:
             return 0
         rows = zip(message.request_numbers.tolist(), message.attempts.tolist(), strict=True)
@@ -149,11 +151,13 @@ class EngineAudit:
         self._counted.update(steps=1, scheduled_tokens=batch.num_tokens, prompt_tokens=batch.num_tokens)
 
     def pulls(self, count: int) -> None:
-        """So many have started."""
+        """So many pulls have started."""
         self._counted["pulls"] += count
 
     def standing(self) -> list[Sequence]:
-        """Who has arrived and has no seat, before a schedule. I9: each owns what its next step needs."""
+        """The sequences that have arrived and have no seat, before a schedule. I9: each owns the blocks that its
+        next step needs.
+        """
         self._num_seats = self._replica.config.max_num_seqs - self._replica.scheduler.num_running
         standing, blocks = self._replica.scheduler.arrived, self._replica.scheduler.blocks
         for sequence in standing:
@@ -166,9 +170,9 @@ class EngineAudit:
         return standing
 
     def check_step(self, standing: list[Sequence], batch: Batch | None) -> None:
-        """I9: of those who were `standing` before this schedule, as many sit now as seats were free; an idle engine
-        leaves nobody standing. I14: every running answer is in the batch; only the last one left may lack blocks.
-        Whatever else the step's budget went to.
+        """Checks a schedule. I9: of the sequences that were `standing` before it, as many have seats now as seats were
+        free; an idle engine leaves none standing. I14: every running answer is in the batch, whatever else the budget
+        went to; only the last sequence left may lack blocks.
         """
         scheduler = self._replica.scheduler
         if batch is None and self._replica.executing:
@@ -187,7 +191,7 @@ class EngineAudit:
     # ---- the end
 
     def check(self) -> None:
-        """At the end of the engine's life, or of the run: its counters say what happened."""
+        """At the end of the engine's life, or of the run, the engine's counters must say what happened."""
         service = self._replica.service
         for name in _PREFILL_COUNTERS if self._replica.is_prefill else _DECODE_COUNTERS:
             told, counted = service.counters[name], self._counted[name]

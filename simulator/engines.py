@@ -1,4 +1,4 @@
-"""The engines of a simulated run and what `engine/loop.py` does for real ones: messages, ticks, steps, pulls."""
+"""The engines of a simulated run, and what `engine/loop.py` does for real ones: messages, ticks, steps, pulls."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -22,7 +22,9 @@ from simulator.wire import Wire, text
 
 
 class Engines:
-    """Those that live, by replica id; `touched`: those to which something happened since the invariants looked last."""
+    """`replicas` are the engines that live, by replica id. `touched` are those to which something has happened since
+    the invariants looked last.
+    """
 
     def __init__(
         self,
@@ -41,10 +43,11 @@ class Engines:
         self.awaited: set[str] = set()
         """Names of dead engines whose successors have not started yet."""
         self._moving: set[LocalPull] = set()
+        """Pulls that hold a channel."""
         self._stalled: set[LocalPull] = set()
-        """Of those, the ones that wait to be asked to end."""
+        """Moving pulls that have stalled and wait to be asked to end."""
         self._seen: set[LocalPull] = set()
-        """By the audit."""
+        """Pulls that the audit has counted."""
 
     def start(self, name: str) -> Replica:
         address = Address(name, next(self._epochs))
@@ -72,7 +75,7 @@ class Engines:
         return LeaseTable(words, replica.address.epoch)
 
     def end(self, replica: Replica) -> None:
-        """The process is gone at once. Whoever reads from its memory goes on reading."""
+        """The process is gone at once. Peers that read from its memory go on reading."""
         replica.alive = False
         self._queue.note(f"end {replica.name} epoch {replica.address.epoch}")
         self._wire.cut_off(replica.outgoing)
@@ -114,7 +117,7 @@ class Engines:
         self.turn(replica)
 
     def _handle_stale(self, replica: Replica, envelope: Envelope) -> None:
-        """I11: what was meant for another life of an engine leaves nothing behind."""
+        """I11: a message for another life of an engine leaves nothing behind."""
         known = replica.service.keys()
         replica.service.handle(envelope)
         if not replica.service.keys() <= known:
@@ -133,7 +136,7 @@ class Engines:
         self._queue.at(TICK_S, partial(self._tick, replica))
 
     def turn(self, replica: Replica) -> None:
-        """What a loop does when it wakes: tick, schedule, send."""
+        """Does what a loop does when it wakes: tick, schedule, send."""
         if not replica.alive:
             return
         queue, service = self._queue, replica.service
@@ -183,7 +186,7 @@ class Engines:
                 self._queue.at(seconds, partial(self._step_end, replica))
 
     def _step_end(self, replica: Replica) -> None:
-        """Executed as late as the scheduler must bear: the writes land at the end of the step."""
+        """Executes the oldest step. The writes land at the end of its time, as late as the scheduler must allow."""
         if not replica.alive:
             return
         batch, seconds = replica.executing.popleft()
@@ -203,8 +206,8 @@ class Engines:
     # ---- pulls
 
     def _move_new_pulls(self, replica: Replica) -> None:
-        """As many at once as there are channels, in their order; a stalled one holds its channel until it is asked to
-        end.
+        """Starts to move pulls in their order, as many at once as there are channels. A stalled pull holds its channel
+        until it is asked to end.
         """
         pulls = [pull for pull in self.network.pulls if pull.destination.base is replica.cache]
         if self._audit is not None:
@@ -224,7 +227,7 @@ class Engines:
                 self._queue.at(self._scenario.block_seconds(), partial(self._move, pull))
 
     def _expire_leases(self) -> None:
-        """Every lease and revoke timer fires now, whatever is being read under it."""
+        """Every lease timer and revoke timer fires now, whatever is being read under the lease."""
         self._queue.note("all leases expire")
         for replica in list(self.replicas.values()):
             timers: Timers[Any] = replica.service.timers
@@ -233,7 +236,7 @@ class Engines:
             self.turn(replica)
 
     def _move(self, pull: LocalPull) -> None:
-        """One block."""
+        """Moves one block, or lets a fault happen to the pull."""
         faults = self._scenario.faults
         if not pull.done and not pull.cancelled and self._queue.chance(faults.pull_stall / max(1, pull.num_blocks)):
             self._queue.note("a pull stalls")
@@ -244,11 +247,8 @@ class Engines:
             pull.fail("cut")
         else:
             pull.advance(1)
-            if (
-                self._scenario.transfer.checksum
-                and pull.num_moved
-                and self._queue.chance(faults.corruption / pull.num_blocks)
-            ):
+            checked = self._scenario.transfer.checksum and pull.num_moved
+            if checked and self._queue.chance(faults.corruption / pull.num_blocks):
                 self._corrupt(pull.destination[pull.destination_blocks[pull.num_moved - 1]])
         if not pull.done:
             self._queue.at(self._scenario.block_seconds(), partial(self._move, pull))
@@ -259,7 +259,7 @@ class Engines:
                 self.turn(replica)
 
     def _corrupt(self, block: np.ndarray) -> None:
-        """Flips one bit of a block that has just arrived, uint8 [block_bytes]."""
+        """Flips one bit of a block, uint8 [block_bytes], that has just arrived."""
         index, bit = self._queue.random.randrange(len(block)), self._queue.random.randrange(8)
         block[index] ^= 1 << bit
         self._queue.note(f"bit {bit} of byte {index} of a pulled block is flipped")

@@ -1,4 +1,4 @@
-"""Virtual time of a simulated run: what happens next, what chance decides, and the log."""
+"""The virtual time of a simulated run: what happens next, what chance decides, and the log."""
 
 import heapq
 import itertools
@@ -11,12 +11,12 @@ Action = Callable[[], None]
 
 
 class EventQueue:
-    """Actions in the order of their times; of equal times the one that was planned first goes first."""
+    """Actions in the order of their times. Among equal times, the action that was planned first comes first."""
 
     def __init__(self, seed: int, *, logged: bool = False) -> None:
         self.clock = VirtualClock()
         self.random = random.Random(f"run {seed}")
-        """Draws faults and their times; the scenario has its own streams."""
+        """Draws faults and their times. The scenario has random streams of its own."""
         self.num_events = self.num_faults = 0
         self.logged = logged
         self.log: list[str] = []
@@ -27,7 +27,7 @@ class EventQueue:
         heapq.heappush(self._heap, (self.clock.now + delay_s, next(self._order), action))
 
     def next(self) -> Action | None:
-        """Advances the clock to the next action and hands it out; None: nothing is planned."""
+        """Advances the clock to the next action and returns it; None if nothing is planned."""
         if not self._heap:
             return None
         at, _, action = heapq.heappop(self._heap)
@@ -36,13 +36,13 @@ class EventQueue:
         return action
 
     def chance(self, probability: float) -> bool:
-        """Whether a fault happens; one that does is counted."""
+        """Draws whether a fault happens, and counts one that does."""
         if probability and self.random.random() < probability:
             self.num_faults += 1
             return True
         return False
 
     def note(self, text: str) -> None:
-        """A line of the log. Where it is hot, ask `logged` before making the text."""
+        """Adds a line to the log. In hot code ask `logged` before making the text."""
         if self.logged:
             self.log.append(f"{self.clock.now:9.4f}  {text}")

@@ -1,5 +1,5 @@
-"""The invariants of the design that hold at every moment, asked of what the last event touched (audit.py: those with a
-history).
+"""The invariants that hold at every moment. They are checked for what the last event touched; audit.py has the
+invariants with a history.
 """
 
 from collections import Counter
@@ -21,24 +21,24 @@ from simulator.violation import Violation
 __all__ = ["Invariants", "Violation"]
 
 MAX_LATENESS_S = 0.25
-"""Two ticks and a half."""
+"""How late a timer may be looked at: two ticks and a half."""
 
 
 class Invariants:
-    """I1, I2, I3, I4, I5, I7, I8, I13 over one simulation; I11 is checked where messages arrive.
+    """Checks I1, I2, I3, I4, I5, I7, I8 and I13 over one simulation. I11 is checked where messages arrive.
 
-    An engine's state changes only where the engine is touched, and every engine is touched ten times a second: so is
-    every timer.
+    An engine's state changes only where the engine is touched. Every engine, and so every timer, is touched ten
+    times a second.
     """
 
     def __init__(self, scenario: Scenario, clock: VirtualClock, driver: RouterDriver, engines: Engines) -> None:
         self._scenario, self._clock, self._driver, self._engines = scenario, clock, driver, engines
         self._index: dict[bytes, int] = {}
-        """By hash, its row in `_contents`."""
+        """Row in `_contents` by hash."""
         self._contents = self._expected_contents()
 
     def check(self) -> None:
-        """After one event."""
+        """Checks what one event has touched."""
         touched = self._engines.touched
         if touched:
             for replica in touched.values():
@@ -50,7 +50,9 @@ class Invariants:
             self._check_answers()
 
     def check_end(self) -> None:
-        """Everything is quiet: back to the baseline (I2), one terminal event each (I13), the right tokens (I7)."""
+        """When everything is quiet, engines must be empty (I2), every request must have had one terminal event (I13),
+        and answers must be right (I7).
+        """
         driver = self._driver
         for replica in self._engines.replicas.values():
             replica.service.check_idle()
@@ -63,7 +65,7 @@ class Invariants:
                 self._fail(f"I7: {name} finished with {client.received}, expected {client.expected}")
 
     def check_no_timer_fired(self) -> None:
-        """Timers are for what goes wrong."""
+        """For runs without faults: timers are for what goes wrong."""
         for replica in self._engines.replicas.values():
             fired = replica.service.counters["timers_fired"]
             if fired:
@@ -84,13 +86,13 @@ class Invariants:
             self._check_visible(replica)
 
     def _check_timers(self, replica: Replica) -> None:
-        """I4: nothing that is due waits for longer than it takes an idle engine to look."""
+        """I4: no timer is overdue for longer than it takes an idle engine to look."""
         due_at = replica.service.timers.next_at()
         if due_at is not None and due_at < self._clock.now - MAX_LATENESS_S:
             self._fail(f"I4: a timer of {replica.name} is {self._clock.now - due_at:.2f} s overdue")
 
     def _check_leases(self, replica: Replica, service: PrefillService) -> None:
-        """I1, source: while a lease's word is set, none of its blocks can be allocated."""
+        """I1 at the source: while a lease's word is set, none of its blocks can be allocated."""
         assert replica.words is not None
         for lease in service.leases():
             if replica.words[lease.word_index] != lease.lease_id:
@@ -101,16 +103,16 @@ class Invariants:
                 self._fail(f"I1: a block of live lease {lease.lease_id:#x} is allocatable")
 
     def _check_pulls(self, replica: Replica, pulls: Iterable[LocalPull]) -> None:
-        """I1, destination: what a transfer writes into is owned. Source: free under a read only after the word was
-        cleared.
+        """I1 at the destination: a transfer writes only into owned blocks. At the source, a block under a read is free
+        only after the word was cleared.
         """
         for pull in pulls:
             if not replica.scheduler.blocks.all_owned(pull.destination_blocks):
                 self._fail(f"I1: a pull writes into free blocks of {replica.name}")
 
     def _check_swaps(self, replica: Replica, pulls: Iterable[LocalPull]) -> None:
-        """Host blocks: each free or of one sequence, holding its KV once that is copied. I1: what a copy is to read or
-        write is safe.
+        """I2 and I7 for host blocks: each is free or belongs to one sequence, and holds its KV once that is copied. I1:
+        no transfer writes into a block that is still to be copied out, and no block that is copied into is free.
         """
         scheduler, host = replica.scheduler, replica.runner.copies.host
         swapped = scheduler.swapped
@@ -137,7 +139,7 @@ class Invariants:
                 self._fail(f"I1: {replica.name} copies from the host into free blocks")
 
     def _check_in_flight(self) -> None:
-        """I5: the router's counters are what its open requests say."""
+        """I5: the router's counters agree with its open requests."""
         if not self._driver.alive:
             return
         router = self._driver.router
@@ -154,7 +156,7 @@ class Invariants:
                 )
 
     def _check_visible(self, replica: Replica) -> None:
-        """I8: what a prefix cache shows holds exactly the KV of the tokens its hash stands for."""
+        """I8: a block that the prefix cache shows holds exactly the KV of the tokens that its hash stands for."""
         visible = replica.scheduler.blocks.visible()
         if not visible:
             return
@@ -168,8 +170,8 @@ class Invariants:
             self._fail(f"I8: {replica.name} shows blocks {blocks[wrong].tolist()} with other KV than their hash says")
 
     def _check_answers(self) -> None:
-        """I3, I7, I13: what was delivered is the beginning of the right answer, no token repeated, skipped or
-        invented.
+        """I3, I7 and I13: the delivered tokens are the beginning of the right answer; none is repeated,
+        skipped or invented.
         """
         for name in self._driver.heard:
             client = self._driver.clients[name]
@@ -183,7 +185,9 @@ class Invariants:
         self._driver.heard.clear()
 
     def _expected_contents(self) -> np.ndarray:
-        """KV of every full block that any request's tokens can fill, int64 [num_hashes, block_size]; fills `_index`."""
+        """The KV of every full block that the tokens of any request can fill: int64 [num_hashes, block_size].
+        Fills `_index`.
+        """
         size = self._scenario.decode.block_size
         contents: list[np.ndarray] = []
         for client in self._scenario.clients:

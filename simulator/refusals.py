@@ -1,5 +1,5 @@
-"""Every refused lease reaches the router: an engine has told of the attempt's end, or the router has ended it
-itself.
+"""A check that the router learns of every refused lease: an engine tells of the attempt's end, unless the router itself
+has ended the attempt.
 """
 
 from prefill_pool.service import PrefillService
@@ -11,24 +11,22 @@ from simulator.violation import Violation
 
 
 class Refusals:
-    """Over all engines of a run. `router`: the one that lives; None: there is none."""
+    """Refusals of all engines of a run. `router` is the one that lives; None if none does."""
 
     def __init__(self, seed: int, clock: VirtualClock) -> None:
         self._seed, self._clock = seed, clock
         self.router: Router | None = None
         self._told: set[tuple[int, int, int]] = set()
-        """(router epoch, request_number, attempt) of every end that an engine has put out."""
+        """(router epoch, request number, attempt) of every end that an engine has put out."""
         self._open: list[Envelope] = []
-        """Refusals that a prefill engine is handling."""
+        """Refusals that a prefill engine is handling now."""
 
     def heard(self, replica: Replica, envelope: Envelope) -> None:
-        """What an engine is about to handle."""
+        """An engine is about to handle a message."""
         message, service = envelope.message, replica.service
-        if (
-            not isinstance(message, KVRelease)
-            or message.outcome != "refused"
-            or not isinstance(service, PrefillService)
-        ):
+        if not isinstance(service, PrefillService) or not isinstance(message, KVRelease):
+            return
+        if message.outcome != "refused":
             return
         if any(lease.lease_id == message.lease_id for lease in service.leases()):
             self._open.append(envelope)
@@ -37,8 +35,8 @@ class Refusals:
         self._told.update((message.router_epoch, end.request_number, end.attempt) for end in message.ends)
 
     def check(self) -> None:
-        """After the engine has said what it had to say. Of a decode engine that was replaced the router learns from its
-        supervisor.
+        """Checks refusals when the engine has put out its messages. If the decode engine was replaced, the router
+        learns of that from the supervisor.
         """
         for envelope in self._open:
             message = envelope.message

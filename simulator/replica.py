@@ -1,5 +1,5 @@
-"""One engine of a simulated run: the real service, scheduler and block manager around a model of a runner and of a
-transport.
+"""One engine of a simulated run: the real service, scheduler and block manager, with models of the runner and of
+the transport.
 """
 
 from collections import deque
@@ -33,14 +33,14 @@ LeasesOf = Callable[["Replica", Words], LeaseTable]
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One engine in one epoch, with the shell's job done by the event queue."""
+    """One engine in one epoch. The event queue does the job of its shell."""
 
     address: Address
     config: EngineConfig
     cache: np.ndarray
-    """int64 [num_blocks, block_size]"""
+    """The KV, int64 [num_blocks, block_size]."""
     words: Words | None
-    """Lease words of a prefill engine."""
+    """The lease words of a prefill engine; None for a decode engine."""
     scheduler: Scheduler
     runner: ArithmeticRunner
     incoming: Incoming
@@ -49,13 +49,13 @@ class Replica:
     """Names a prefill engine's cache in the network."""
     service: PrefillService | DecodeService = field(init=False)
     executing: deque[tuple[Batch, float]] = field(default_factory=deque)
-    """(batch, seconds it takes) scheduled and not committed, the one that runs first."""
+    """(batch, seconds that it takes) of the steps in flight, the running one first."""
     doing: Envelope | None = None
-    """The message its service is handling; None: a tick, a step."""
+    """The message that its service is handling; None during a tick or a step."""
     alive: bool = True
     draining: bool = False
     leaving: bool = False
-    """Drains for good: no successor."""
+    """True if it drains for good and gets no successor."""
 
     @property
     def name(self) -> str:
@@ -75,7 +75,7 @@ def build(
     proposer: Proposer | None,
     leases_of: LeasesOf,
 ) -> Replica:
-    """A fresh engine that nobody knows yet; whether it prefills or decodes is in its name."""
+    """Makes a new engine that nobody knows yet. Its name says whether it prefills or decodes."""
     role: PoolName = "prefill" if address.replica_id.startswith("prefill") else "decode"
     config = scenario.prefill if role == "prefill" else scenario.decode
     cache = np.zeros((config.num_blocks, config.block_size), np.int64)

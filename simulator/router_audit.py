@@ -1,4 +1,6 @@
-"""One life of the router, counted from outside and held against its own counters: I9 (what can never fit), I10, I12."""
+"""One life of the router, counted from outside and compared with its own counters. Checks I9 (requests that can never
+fit), I10 (counters) and I12 (the path of a request).
+"""
 
 from collections import Counter
 from typing import NamedTuple
@@ -17,7 +19,7 @@ ROUNDING_S = 1e-6
 
 
 class _Attempt(NamedTuple):
-    """The newest of a request."""
+    """The newest attempt of a request."""
 
     number: int
     decode: Address
@@ -25,23 +27,24 @@ class _Attempt(NamedTuple):
 
 
 class RouterAudit:
-    """Every method raises Violation."""
+    """Every method raises Violation if an invariant does not hold."""
 
     def __init__(self, scenario: Scenario, clock: VirtualClock, router: Router) -> None:
         self._scenario, self._clock, self._router = scenario, clock, router
         self._counted: Counter[str] = Counter()
-        """By the name of the router's own counter; `attempts` it only has in two parts."""
+        """What was counted, by the name of the router's own counter. The router has `attempts` only in two parts."""
         self._accepted_at: dict[str, float] = {}
-        """ActiveRequest requests."""
+        """When each open request was accepted, by request id."""
         self._due_at: dict[str, float] = {}
-        """Deadlines of those that have one."""
+        """The deadline of each open request that has one, by request id."""
         self._request_numbers: dict[int, str] = {}
-        """Request ids."""
+        """Request id by request number."""
         self._attempts: dict[str, _Attempt] = {}
+        """The newest attempt by request id."""
         self._prefill_greeted = False
-        """The router knows of a prefill engine, past or present."""
+        """True once the router has heard of a prefill engine."""
         self._decode_spoke: set[tuple[str, int]] = set()
-        """(request id, attempt) of which the router heard tokens from the decode engine."""
+        """(request id, attempt) of attempts for which the decode engine has sent tokens."""
 
     def _require(self, holds: bool, what: str) -> None:
         if not holds:
@@ -62,7 +65,7 @@ class RouterAudit:
             self._require(not self._fits(client), f"I9: {client.request.request_id} fits and was refused: {error}")
 
     def _fits(self, client: Client) -> bool:
-        """Whether the engines of its path could ever hold it, computed from the scenario alone."""
+        """True if the engines of its path could ever hold the request, computed from the scenario alone."""
         scenario, request = self._scenario, client.request
         num_prompt, max_len = len(request.prompt_token_ids), scenario.decode.max_model_len
         if not 0 < num_prompt < max_len:
@@ -77,7 +80,9 @@ class RouterAudit:
         return colocated or (split and self._prefill_greeted and mode == "auto")
 
     def ended(self, client: Client, event: Ended) -> None:
-        """I10: its stages add up to its time, and it is billed what came."""
+        """I10: a request's stages add up to its time, and it is billed for the tokens that came. I12: its path is the
+        one that it took.
+        """
         name, counted = client.request.request_id, self._counted
         seconds, booked = self._clock.now - self._accepted_at.pop(name), sum(event.stages.values())
         self._due_at.pop(name, None)
@@ -99,17 +104,12 @@ class RouterAudit:
             self._require(tried, f"{name} failed after {event.attempts} attempts: {event.error}")
             return
         last = self._attempts[name]
-        path = (
-            "colocated"
-            if last.colocated
-            else "disaggregated"
-            if (name, last.number) in self._decode_spoke
-            else "prefill_only"
-        )
+        split = "disaggregated" if (name, last.number) in self._decode_spoke else "prefill_only"
+        path = "colocated" if last.colocated else split
         self._require(event.path == path, f"I12: {name} ran {path}, the router says {event.path}")
 
     def ticked(self) -> None:
-        """I4: the router has looked at its deadlines, wherever their requests are."""
+        """I4: the router has looked at all deadlines, wherever their requests are."""
         late = [name for name, due_at in self._due_at.items() if due_at < self._clock.now]
         self._require(not late, f"I4: the deadlines of {late} have passed unseen")
 
@@ -131,24 +131,20 @@ class RouterAudit:
         self._attempts[name] = _Attempt(message.key.attempt, receiver, message.role == "colocated")
 
     def _check_fallback(self, receiver: Address, message: EngineRequest) -> None:
-        """I12: a decode engine serves colocated because it was asked to, because the prompt is short there, or because
-        nobody else can.
+        """I12: a decode engine serves a request colocated only because it was asked to, because the prompt is short
+        there, or because no other engine can.
         """
         config, num_tokens = self._scenario.router, len(message.prompt_token_ids)
         if config.disaggregation == "colocated":
             return
-        if (
-            config.min_disaggregated_tokens
-            and num_tokens - self._num_cached(receiver, message) < config.min_disaggregated_tokens
-        ):
+        short = config.min_disaggregated_tokens
+        if short and num_tokens - self._num_cached(receiver, message) < short:
             return
         prefill = [r for r in self._router.replicas() if r.hello.role == "prefill"]
-        longest = self._scenario.prefill.max_prompt_tokens(self._scenario.prefill.num_blocks)
+        pool = self._scenario.prefill
+        longest = pool.max_prompt_tokens(pool.num_blocks)
         if message.offset:
-            longest = min(
-                (self._scenario.prefill.num_blocks - 1) * self._scenario.prefill.block_size,
-                self._scenario.prefill.max_model_len - 1,
-            )
+            longest = min((pool.num_blocks - 1) * pool.block_size, pool.max_model_len - 1)
         able = [r for r in prefill if r.state == "up"] if num_tokens <= longest else []
         reason = config.disaggregation == "auto" and not able
         self._require(
@@ -157,15 +153,13 @@ class RouterAudit:
 
     def _num_cached(self, receiver: Address, message: EngineRequest) -> int:
         """Tokens of the prompt that the decode engine holds already, as its statuses told the router."""
-        size, shown = (
-            self._scenario.decode.block_size,
-            next(r for r in self._router.replicas() if r.address == receiver).hashes,
-        )
+        size = self._scenario.decode.block_size
+        shown = next(r for r in self._router.replicas() if r.address == receiver).hashes
         hashes = chain_hashes(root_hash(LAYOUT, message.cache_salt), message.prompt_token_ids, size)
         return size * next((index for index, name in enumerate(hashes) if name not in shown), len(hashes))
 
     def hears(self, envelope: Envelope) -> None:
-        """What the router is about to handle."""
+        """The router is about to handle a message."""
         message = envelope.message
         self._prefill_greeted |= isinstance(message, Hello) and message.role == "prefill"
         if not isinstance(message, StepTokens) or message.router_epoch != self._router.address.epoch:
@@ -178,7 +172,7 @@ class RouterAudit:
     # ---- the end
 
     def check(self) -> None:
-        """At the end of the router's life, or of the run: its counters say what happened."""
+        """At the end of the router's life, or of the run, the router's counters must say what happened."""
         told, counted, num_open = self._router.counters, self._counted, self._router.num_open
         for name in ("accepted", "prompt_tokens", "disaggregated", "colocated"):
             self._require(

@@ -19,9 +19,7 @@ TICK_S = 0.1
 
 
 class RouterDriver:
-    """Owns the router's core, as `router/actor.py` and the front doors do. `engines()`: addresses of those that
-    live.
-    """
+    """Owns the router's core, as `router/actor.py` and the front doors do for a real one."""
 
     def __init__(
         self, queue: EventQueue, scenario: Scenario, wire: Wire, epochs: Iterator[int], audit: Audit | None
@@ -29,25 +27,25 @@ class RouterDriver:
         self._queue, self._scenario, self._wire, self._epochs, self._audit = queue, scenario, wire, epochs, audit
         self.clients = {client.request.request_id: client for client in scenario.clients}
         self.open = set(self.clients)
-        """Clients whose end is still to come."""
+        """Clients whose end is still to come, by request id."""
         self.heard: set[str] = set()
-        """Clients that got something since the invariants looked last."""
+        """Clients that got something since the invariants looked last, by request id."""
         self.lost: set[Address] = set()
-        """Engines that the router has given up: to be ended."""
+        """Engines that the router has given up and that are to be ended."""
         self.touched = True
-        """Something came to the router since the invariants looked last."""
+        """True if the router got something since the invariants looked last."""
         self._submitted: set[str] = set()
         max_tokens = scenario.router.max_buffered_tokens
         self._buffers = {
             name: Buffer(max_tokens) for name, client in self.clients.items() if client.stops_after is not None
         }
-        """Of clients that will stop reading."""
+        """Buffers of the clients that will stop reading, by request id."""
         self._kills_left, self._pauses_left = scenario.faults.router_kills, scenario.faults.router_pauses
         self._resumes_at = self._ticks_late_s = 0.0
         self.start(())
 
     def start(self, engines: Iterable[Address]) -> None:
-        """A router with an empty table and a new epoch; the supervisor tells it which engines live."""
+        """Starts a router with an empty table and a new epoch. The supervisor tells it which engines live."""
         address = Address(ROUTER_ID, next(self._epochs))
         self.router = Router(self._scenario.router, address=address, clock=self._queue.clock, seed=self._scenario.seed)
         self._incoming, self._outgoing = Incoming(address, self._queue.clock), Outgoing(address)
@@ -62,7 +60,7 @@ class RouterDriver:
         self._tick(self.router)
 
     def dies(self) -> bool:
-        """Drawn at every look of the supervisor."""
+        """Draws whether the router dies now; asked at every look of the supervisor."""
         if self._kills_left and self.alive and self._queue.clock.now > 0.5 and self._queue.chance(0.008):
             self._kills_left -= 1
             return True
@@ -80,10 +78,10 @@ class RouterDriver:
             self.open.discard(name)
 
     def pauses(self) -> None:
-        """Drawn at every look of the supervisor: its process does nothing for a while, and all that is to happen to it
-        waits.
+        """Draws, at every look of the supervisor, whether the router pauses: its process does nothing for a while, and
+        all that is to happen to it waits.
 
-        Whether it then reads its messages first or looks at its timers first is drawn too.
+        It is drawn too whether the router then first reads its messages or first looks at its timers.
         """
         if self._pauses_left and self.alive and self._queue.clock.now > 0.5 and self._queue.chance(0.04):
             self._pauses_left -= 1
@@ -93,8 +91,8 @@ class RouterDriver:
             self._queue.note(f"the router pauses for {seconds:.1f} s")
 
     def _put_off(self, action: Action, late_s: float = 0.0) -> bool:
-        """Plans it for the end of the pause, if there is one, or `late_s` after it. What was put off first happens
-        first.
+        """Plans an action for `late_s` after the end of the pause. Returns False if there is no pause. Actions that
+        were put off happen in the order in which they were.
         """
         if self._queue.clock.now >= self._resumes_at:
             return False
@@ -141,12 +139,10 @@ class RouterDriver:
             self._audit.router.refused(client, error)
 
     def _took(self, event: Delivered) -> None:
-        """What the front door does with tokens: they wait for a client that does not take them at once."""
+        """Does what the front door does with tokens: they wait if their client does not take them at once."""
         self._check_open(event, event.request_ids)
         clients, now = self.clients, self._queue.clock.now
-        if (
-            not event.counts
-        ):  # nearly every step: where a run without invariants spends most of its time outside the real code
+        if not event.counts:  # nearly always so: a run without invariants spends most of its own time here
             for name, token_id in zip(event.request_ids, event.token_ids, strict=True):
                 client = clients[name]
                 client.received.append(token_id)
@@ -165,7 +161,7 @@ class RouterDriver:
             self.heard.update(event.request_ids)
 
     def _keep(self, client: Client, buffer: Buffer) -> None:
-        """What its client does not take waits."""
+        """The tokens that a client does not take wait in its buffer."""
         name, num_before = client.request.request_id, len(buffer)
         overflows = buffer.push(client.received[(client.stops_after or 0) + num_before :])
         if len(buffer) and not num_before:
@@ -192,7 +188,7 @@ class RouterDriver:
     # ---- the loop
 
     def flush(self) -> None:
-        """Carries off what the router has put out. Cancelling an answer that has grown too long fills it again."""
+        """Sends messages and events that the router has put out, until there are none: handling one can make others."""
         self.touched = True
         router = self.router
         while router.outbox or router.events:
@@ -211,11 +207,9 @@ class RouterDriver:
                     self._ended(event)
 
     def _tick(self, router: Router) -> None:
-        if (
-            router is not self.router
-            or not self.alive
-            or self._put_off(partial(self._tick, router), self._ticks_late_s)
-        ):
+        if router is not self.router or not self.alive:
+            return
+        if self._put_off(partial(self._tick, router), self._ticks_late_s):
             return
         router.tick()
         for lost in self._incoming.lost():

@@ -1,7 +1,6 @@
-"""What one simulated run consists of: engines, clients, speeds and faults. The event queue (simulator/simulation.py)
-plays it.
+"""A scenario is what one simulated run consists of: engines, clients, speeds and faults. simulation.py plays it.
 
-`drawn` makes one from a seed, small and nasty; cluster/simulate.py makes one from a configuration and a workload.
+`drawn` makes a small and nasty one from a seed; cluster/simulate.py makes one from a configuration and a workload.
 """
 
 import random
@@ -31,41 +30,38 @@ PREEMPTION_WEIGHTS = {"swap": 2, "auto": 2}
 """How often a way of preemption is drawn where it is not once."""
 MODES: tuple[Disaggregation, ...] = ("strict", "auto", "auto", "auto", "colocated")
 TRANSFER = TransferConfig(lease_s=1.0, revoke_s=1.0, pull_timeout_s=2.0)
-"""A lease outlives a renewal that is as late as the wire can make it (a third of it, a tick, 0.3 s), and little more.
-"""
+"""A lease is barely long enough for a renewal that comes as late as possible: a third of the lease, a tick, 0.3 s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """Probabilities: per request, per message, per pull, per engine turn."""
+    """Probabilities (float) per request, message, pull or engine turn, and largest numbers (int) per run."""
 
     cancel: float = 0.0
     deadline: float = 0.0
     stop_reading: float = 0.0
-    """A client takes no more tokens."""
+    """A client stops taking tokens."""
     duplicate: float = 0.0
     pull_failure: float = 0.0
     pull_stall: float = 0.0
-    """A pull moves no more until it is asked to end."""
+    """A pull stops until it is asked to end."""
     corruption: float = 0.0
-    """A bit of a pulled block is flipped, in runs with checksums."""
+    """A bit of a pulled block is flipped; only in runs with checksums."""
     early_timer: float = 0.0
     """A timer of an engine fires now, whatever its time."""
     dead_lease: float = 0.0
     """A pull is slow, and meanwhile every lease timer of the prefill engines fires."""
     step_failure: float = 0.0
     kills: int = 0
-    """Most engines killed and restarted in one run. What a dead sender had sent arrives up to a drawn message, and not
-    beyond.
-    """
+    """Engines are killed and restarted. The messages of a dead sender arrive up to a drawn one."""
     router_kills: int = 0
     router_pauses: int = 0
-    """Most times that the router does nothing for longer than engines wait for it, and then goes on."""
+    """The router does nothing for longer than engines wait for it, and then goes on."""
     drains: int = 0
-    """Most engines drained, ended and replaced in one run."""
+    """Engines are drained, ended and replaced."""
     scale_ups: int = 0
     scale_downs: int = 0
-    """Most engines drained and ended for good in one run."""
+    """Engines are drained and ended for good."""
     stall: float = 0.0
     """A step takes seconds."""
 
@@ -94,24 +90,24 @@ ALL_FAULTS = Faults(
 
 @dataclass(slots=True)
 class Client:
-    """One request of the workload and what its client has seen of it."""
+    """One request of the workload, and what its client has seen of it."""
 
     request: ClientRequest
     expected: list[int]
     submit_at: float
     cancel_after_s: float | None = None
     stops_after: int | None = None
-    """Takes so many tokens and no more; None: takes all at once."""
+    """How many tokens it takes; None if it takes all of them at once."""
     received: list[int] = field(default_factory=list)
     received_at: list[float] = field(default_factory=list)
-    """One virtual time per token."""
+    """The virtual time of each received token."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_checked: int = 0
-    """Of `received`, tokens that the invariants have looked at."""
+    """How many tokens of `received` the invariants have looked at."""
     ended: Ended | None = None
     refused: RequestError | None = None
     lost: bool = False
-    """Its router died: nobody owes it anything."""
+    """True if its router died, so that nobody owes it an answer."""
 
     @property
     def closed(self) -> bool:
@@ -120,7 +116,9 @@ class Client:
 
 @dataclass(slots=True, kw_only=True)
 class Scenario:
-    """Everything the queue does not decide. Durations in virtual seconds; callables may draw from their own streams."""
+    """All that the event queue does not decide. Durations are virtual seconds; callables may draw from
+    their own streams.
+    """
 
     seed: int
     num_prefill: int
@@ -131,30 +129,30 @@ class Scenario:
     clients: list[Client]
     faults: Faults
     step_seconds: Callable[[Batch], float]
-    """Of one step, without its copies."""
+    """How long a step takes, without its copies."""
     wire_seconds: Callable[[], float]
-    """Of one message."""
+    """How long a message takes."""
     block_seconds: Callable[[], float]
-    """Of one block of a pull."""
+    """How long a pull takes for one block."""
     copy_block_s: float
-    """Between cache and host memory, one way."""
+    """How long a copy of one block takes between cache and host memory, one way."""
     horizon_s: float = HORIZON_S
     transfer: TransferConfig = TRANSFER
     num_channels: int = 1 << 20
-    """Pulls of one engine that move at once; the others wait behind them."""
+    """How many pulls of one engine move at once; the others wait behind them."""
     runner: Callable[..., ArithmeticRunner] = ArithmeticRunner
-    """Takes (cache, num_host_blocks=)."""
+    """Makes a runner from (cache, num_host_blocks=)."""
 
     @property
     def needs_prefill(self) -> bool:
-        """Some prompts are too long for a decode engine alone."""
+        """True if some prompts are too long for a decode engine alone."""
         prefill, decode = self.prefill, self.decode
         return prefill.max_prompt_tokens(prefill.num_blocks) > decode.max_prompt_tokens(decode.num_blocks)
 
 
 class HalfRight:
-    """Drafts for answers that never repeat themselves: the right next tokens, each replaced by a wrong one with
-    probability 1/2.
+    """Drafts for answers that never repeat themselves: each is the right next token or, with probability
+    1/2, a wrong one.
     """
 
     def __init__(self, seed: int, clients: dict[str, Client]) -> None:
@@ -177,11 +175,11 @@ def drawn(
     faults: Faults = ALL_FAULTS,
     tight: bool | None = None,
 ) -> Scenario:
-    """A small run from a seed: few blocks, prompts that share prefixes, every preemption mode, drafts, two steps in
-    flight, and every limit small now and then, those of the two pools apart.
+    """Draws a small run from a seed: few blocks, prompts that share prefixes, every preemption mode, drafts, two steps
+    in flight. Every limit is small now and then, in each pool on its own.
 
-    `tight`: answers are long and a decode engine holds the longest and little more, so that preemption is the rule;
-    None: drawn.
+    If `tight`, answers are long and a decode engine holds little more than the longest one, so that preemption is the
+    rule. With None that is drawn too.
     """
     draw = random.Random(f"scenario {seed}")
     tight = draw.random() < 0.4 if tight is None else tight
@@ -231,8 +229,8 @@ def _draw_engine(draw: random.Random) -> EngineConfig:
 
 
 def _draw_prefill(draw: random.Random, config: EngineConfig) -> EngineConfig:
-    """With more room than in decode, leases pile up in front of a full decode engine; with less, or a shorter limit,
-    prompts go past it.
+    """With more room than decode has, leases pile up in front of a full decode engine. With less room or a shorter
+    limit, some prompts bypass the prefill engine.
     """
     return replace(
         config,
@@ -268,11 +266,10 @@ def _draw_clients(draw: random.Random, count: int, faults: Faults, tight: bool) 
     clients = []
     for index in range(count):
         shared = draw.choice(families)[: draw.choice([0, 4, 8] if tight else [0, 4, 8, 16, 30])]
-        prompt = shared + [
-            draw.randrange(32000) for _ in range(draw.choice([1, 3, 4, 9] if tight else [1, 3, 4, 9, 20]))
-        ]
+        num_own = draw.choice([1, 3, 4, 9] if tight else [1, 3, 4, 9, 20])
+        prompt = shared + [draw.randrange(32000) for _ in range(num_own)]
         num_tokens = draw.choice([12, 24, 36] if tight else [1, 2, 5, 12, 24])
-        if draw.random() < 0.03:  # can never fit: longer than the model, or together with its answer than any pool
+        if draw.random() < 0.03:  # can never fit: longer than the model, or with its answer longer than any pool
             prompt, num_tokens = draw.choice([(prompt * 96, 1), (prompt[:1] * 60, 400)])
         sampling = SamplingParams(temperature=1.0, seed=index, logprobs=1) if index % 2 else SamplingParams()
         answer = expected_tokens(prompt, max(1, min(num_tokens, MAX_MODEL_LEN - len(prompt))), seed=sampling.seed or 0)

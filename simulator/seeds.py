@@ -1,10 +1,9 @@
-"""Seeded fault schedules: the real router, services and schedulers under a virtual clock (simulator/simulation.py),
-thousands of them.
+"""Thousands of seeded fault schedules: the real router, services and schedulers under a virtual clock (simulation.py).
 
-    python -m simulator --first-seed 1 --seeds 500      exit 1 and the seed at the first broken invariant
-    python -m simulator --speed                         engine steps a second, without faults
+    python -m simulator --first-seed 1 --seeds 500      exits with 1 and names the seed at the first broken invariant
+    python -m simulator --speed                         prints engine steps per second, without faults
 
-A seed is a run, sizes and faults included; `twopass simulate --seed N --replay` shows it.
+A seed stands for a run with its sizes and faults; `twopass simulate --seed N --replay` shows it.
 """
 
 import argparse
@@ -25,12 +24,13 @@ from simulator.speed import report
 from simulator.violation import Violation
 
 POOLS = ((1, 1), (2, 2), (1, 3), (0, 2), (2, 1), (2, 3))
-"""(prefill, decode) engines of a drawn run."""
+"""Numbers of (prefill, decode) engines of a drawn run."""
 PROGRESS_SEEDS = 5_000
+"""After how many seeds a long run says how far it is."""
 
 
 def of_seed(seed: int, *, logged: bool = False) -> Simulation:
-    """The run that a seed stands for, sizes included: 2 to 5 engines, 40 to 50 requests, one in five without faults."""
+    """The run that a seed stands for: 2 to 5 engines, 40 to 50 requests, and for one seed in five no faults."""
     draw = random.Random(f"sizes {seed}")
     num_prefill, num_decode = draw.choice(POOLS)
     faults = NO_FAULTS if draw.random() < 0.2 else ALL_FAULTS
@@ -41,7 +41,7 @@ def of_seed(seed: int, *, logged: bool = False) -> Simulation:
 
 
 def show_seed(seed: int, show: Callable[[str], None]) -> bool:
-    """Runs one seed and shows its log, then its verdict. False: it broke an invariant."""
+    """Runs one seed, shows its log and prints a verdict. Returns False if it broke an invariant."""
     simulation = of_seed(seed, logged=True)
     verdict = "no violation"
     try:
@@ -58,7 +58,7 @@ def show_seed(seed: int, show: Callable[[str], None]) -> bool:
 
 
 def run_seed(seed: int) -> Counter[str]:
-    """Raises Violation if the run breaks an invariant."""
+    """Runs one seed and counts. Raises Violation if the run breaks an invariant."""
     simulation = of_seed(seed)
     simulation.run()
     return Counter(
@@ -67,7 +67,7 @@ def run_seed(seed: int) -> Counter[str]:
 
 
 def run_seeds(first_seed: int, num_seeds: int, *, processes: int = 1) -> Counter[str]:
-    """Sums over all seeds. Raises Violation at the first that breaks an invariant."""
+    """Runs seeds and sums up their counts. Raises Violation at the first seed that breaks an invariant."""
     seeds = range(first_seed, first_seed + num_seeds)
     if processes == 1:
         return added_up(map(run_seed, seeds))
@@ -75,11 +75,11 @@ def run_seeds(first_seed: int, num_seeds: int, *, processes: int = 1) -> Counter
     try:
         return added_up(pool.map(run_seed, seeds, chunksize=20))
     finally:
-        pool.shutdown(cancel_futures=True)  # an exception may come while seeds are still being handed in
+        pool.shutdown(cancel_futures=True)  # an exception may come while many seeds still wait for a process
 
 
 def added_up(counts: Iterable[Counter[str]]) -> Counter[str]:
-    """The sum; a night's run says on stderr how far it is."""
+    """The sum of the counts. Long runs say on stderr how far they are."""
     totals: Counter[str] = Counter()
     for count in counts:
         totals.update(count)
@@ -93,8 +93,8 @@ def in_words(totals: Counter[str]) -> str:
 
 
 def end(number: int, frame: object) -> NoReturn:
-    """On a signal: no worker outlives us, nor does one that has just been started wait for work while we wait for its
-    end.
+    """Ends the process at a signal. No worker outlives it, and none that has just been started waits for work while the
+    process waits for its end.
     """
     for worker in active_children():
         worker.terminate()

@@ -1,14 +1,14 @@
-"""The event-queue driver: the real router, services, schedulers and block managers under a virtual clock, with faults
-from a seed.
+"""The event loop of a simulated run: the real router, services, schedulers and block managers under a virtual clock,
+with faults from a seed.
 
- 1. event_queue.py pops the next event and sets the clock
- 2. router_driver.py, engines.py, supervisor.py do what the real shells do: hand messages and steps to the state
-    machines, carry off what these put out
- 3. wire.py delays, doubles and cuts off what is sent
- 4. invariants.py looks at what the event touched; audit.py has counted on its own
+ 1. event_queue.py pops the next event and sets the clock.
+ 2. router_driver.py, engines.py and supervisor.py do what the real shells do: they hand messages and steps to the state
+    machines, and send what these put out.
+ 3. wire.py delays, doubles and cuts off messages.
+ 4. invariants.py looks at what the event touched; audit.py counts on its own.
 
-Only three things are models here: the wire, the transfer (blocks move one by one, may fail, may change, may end after
-their lease died) and the runner (the arithmetic one, whose step takes a drawn time). Same seed, same run.
+Only three parts are models: the wire, the transfer (blocks move one by one; they may fail, change, or arrive after
+their lease died) and the runner (the arithmetic one, whose step takes a drawn time). The same seed gives the same run.
 """
 
 import itertools
@@ -29,7 +29,9 @@ from simulator.wire import Wire
 
 
 class Simulation:
-    """One run of a scenario. `checked`: every invariant after every event; `logged`: `log` keeps readable lines."""
+    """One run of a scenario. If `checked`, every invariant is checked after every event; if `logged`, `log` keeps
+    readable lines.
+    """
 
     def __init__(self, scenario: Scenario, *, checked: bool = True, logged: bool = False) -> None:
         self.scenario, self.seed = scenario, scenario.seed
@@ -44,7 +46,7 @@ class Simulation:
             self.queue.at(client.submit_at, partial(self.driver.submit, client))
 
     def run(self) -> None:
-        """Until everything is quiet. Raises Violation."""
+        """Runs until everything is quiet. Raises Violation if an invariant does not hold."""
         try:
             while self.driver.open or not self.engines.quiet:
                 self.step()
@@ -57,7 +59,7 @@ class Simulation:
             raise self._violation(str(error)) from error
 
     def step(self) -> None:
-        """One event, and the invariants after it."""
+        """Plays one event and checks the invariants after it. Raises Violation if one does not hold."""
         action = self.queue.next()
         if action is None or self.queue.clock.now > self.scenario.horizon_s:
             raise self._violation(f"not quiet after {self.queue.clock.now:.0f} virtual seconds: {self._what_is_left()}")
@@ -65,7 +67,7 @@ class Simulation:
         if self._invariants is not None:
             self._invariants.check()
 
-    # ---- what it has come to
+    # ---- the state of the run
 
     @property
     def router(self) -> Router:

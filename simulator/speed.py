@@ -1,11 +1,12 @@
-"""How fast the simulator plays: engine steps a second of wall time while every decode engine runs 100 requests, without
-faults.
+"""How fast the simulator plays: engine steps per second of wall time while every decode engine runs 100 requests,
+without faults.
 
     python -m simulator --speed
 
-Measured from the moment when all requests run to the first end. Router, services and schedulers are the real ones. With
-the invariants off a cheaper runner gives the same tokens of the arithmetic model: it keeps each row's sum instead of
-reading its cache. One process, then as many as there are cores, as `python -m simulator` plays seeds.
+It measures from the moment when all requests run until the first one ends. Router, services and schedulers are the
+real ones. With the invariants off, a cheaper runner gives the same tokens of the arithmetic model: it keeps the sum of
+each row instead of reading its cache. It measures one process, then as many as there are cores, as `python -m
+simulator` plays seeds.
 """
 
 import os
@@ -41,7 +42,7 @@ class Speed(NamedTuple):
 
 
 def measure(*, checked: bool, num_running: int = NUM_RUNNING, num_decode: int = NUM_DECODE) -> Speed:
-    """Raises RuntimeError if a token is not the right one."""
+    """Plays one round. Raises RuntimeError if a token is not the right one."""
     simulation = Simulation(scenario(num_running, num_decode, cheap=not checked), checked=checked)
     decodes = [simulation.replicas[f"decode-{index}"] for index in range(num_decode)]
     while any(replica.scheduler.num_running < num_running for replica in decodes):
@@ -62,7 +63,7 @@ def _num_steps(simulation: Simulation) -> int:
 
 
 def scenario(num_running: int = NUM_RUNNING, num_decode: int = NUM_DECODE, *, cheap: bool) -> Scenario:
-    """`num_running` requests for each decode engine, all at once, and one prefill engine that feeds them."""
+    """`num_running` requests for each decode engine, all at once, and one prefill engine for their prompts."""
     blocks_each = (PROMPT_TOKENS + ANSWER_TOKENS) // BLOCK_SIZE + 1
     engine = EngineConfig(
         max_num_batched_tokens=2048,
@@ -100,14 +101,12 @@ def _clients(count: int) -> list[Client]:
 
 
 def steps_per_s(checked: bool) -> float:
-    """Best of `NUM_ROUNDS`: a round takes a fraction of a second, and whatever else runs on the machine can only slow
-    it down.
-    """
+    """The best of `NUM_ROUNDS`. A round takes a fraction of a second, and other processes can only slow it down."""
     return max(measure(checked=checked).steps_per_s for _ in range(NUM_ROUNDS))
 
 
 def steps_per_s_of_all(num_processes: int, *, checked: bool) -> float:
-    """Sum over processes at work at the same time, each with a simulation of its own, as seeds run."""
+    """The sum over processes that work at the same time, each on a simulation of its own, as for seeds."""
     with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
         return sum(pool.map(steps_per_s, [checked] * num_processes))
 

@@ -1,4 +1,4 @@
-"""The arithmetic model for speed: the same tokens without a cache."""
+"""The arithmetic model made fast: the same tokens without a cache."""
 
 from functools import cache
 from typing import NewType
@@ -19,9 +19,10 @@ NumComputed = NewType("NumComputed", Int32)
 NumScheduled = NewType("NumScheduled", Int32)
 TokenIds = NewType("TokenIds", Int32)
 Sums = NewType("Sums", Int64)
-"""[NUM_LINES, num_rows] kv over so many first positions."""
+"""[NUM_LINES, num_rows]"""
 
 SUM, NUM_SUMMED = range(2)
+"""The sum of a row's KV, and over how many of its first positions."""
 NUM_LINES = 2
 
 
@@ -35,10 +36,8 @@ def sum_up(
     state: Sums,
     targets: Int32,
 ) -> None:
-    """Brings the sum of each row of a batch up to its last scheduled token and writes the token that the model says
-    after that.
-
-    A row that changed hands begins anew. `targets`: [B, 1].
+    """Brings the sum of each row of a batch up to its last scheduled token, and writes the token that the model says
+    next to `targets` [B, 1]. The sum of a row that another sequence has taken begins anew.
     """
     sums, num_summed = state[SUM], state[NUM_SUMMED]
     for i in range(len(rows)):
@@ -61,9 +60,9 @@ def compile_all() -> None:
 
 
 class SummingRunner(ArithmeticRunner):
-    """The arithmetic model without its cache: no KV is written, a row's sum is carried from step to step.
+    """The arithmetic model without its cache: no KV is written, and the sum of a row is carried from step to step.
 
-    For runs without drafts and temperature in which a row that decodes never changes hands.
+    It is for runs without drafts and temperature, in which no other sequence takes a row while it decodes.
     """
 
     def __init__(self, cache: Int64, *, num_host_blocks: int = 0) -> None:
@@ -74,11 +73,8 @@ class SummingRunner(ArithmeticRunner):
     def execute(self, batch: Batch) -> StepOutput:
         if not self._sums.size:
             self._sums = Sums(np.zeros((NUM_LINES, len(batch.token_ids)), np.int64))
-        rows, num_computed, num_scheduled = (
-            Rows(batch.rows),
-            NumComputed(batch.num_computed),
-            NumScheduled(batch.num_scheduled),
-        )
+        rows, num_computed = Rows(batch.rows), NumComputed(batch.num_computed)
+        num_scheduled = NumScheduled(batch.num_scheduled)
         targets = np.empty((len(rows), 1), np.int32)
         sum_up(rows, num_computed, num_scheduled, batch.sample, TokenIds(batch.token_ids), self._sums, targets)
         return StepOutput(token_ids=targets, counts=batch.sample.astype(np.int32))

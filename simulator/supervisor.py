@@ -1,4 +1,6 @@
-"""Who starts, ends and replaces the processes of a simulated run, as `cluster/serve.py` does, and what befalls them."""
+"""Starts, ends and replaces the processes of a simulated run, as `cluster/serve.py` does for real ones, and draws what
+happens to them.
+"""
 
 from collections import Counter
 from functools import partial
@@ -14,11 +16,11 @@ from simulator.scenario import Scenario
 MEMORY_RETRY_S = 0.5
 """Between two attempts of a successor to start where others still map its predecessor's memory."""
 CALM_S = 0.5
-"""Nothing befalls a process before."""
+"""Virtual seconds before which nothing happens to a process."""
 
 
 class Supervisor:
-    """Looks at every process every `TICK_S`, and draws what happens to it then."""
+    """Looks at every process every `TICK_S`, and draws what happens to it."""
 
     def __init__(self, queue: EventQueue, scenario: Scenario, driver: RouterDriver, engines: Engines) -> None:
         self._queue, self._scenario, self._driver, self._engines = queue, scenario, driver, engines
@@ -27,7 +29,7 @@ class Supervisor:
             kills=faults.kills, drains=faults.drains, scale_ups=faults.scale_ups, scale_downs=faults.scale_downs
         )
         self._sizes = Counter(prefill=scenario.num_prefill, decode=scenario.num_decode)
-        """By pool, names given so far."""
+        """How many names were given so far, by pool."""
         for pool, size in self._sizes.items():
             for index in range(size):
                 engines.start(f"{pool}-{index}")
@@ -51,7 +53,7 @@ class Supervisor:
         self._queue.at(TICK_S, self._look)
 
     def _draw(self, replica: Replica) -> None:
-        """Kills it, drains it, or takes it away for good; most often nothing."""
+        """Kills an engine, drains it, or takes it away for good; most often it does nothing."""
         if self._due("kills", 0.04):
             self._queue.at(self._queue.random.uniform(0.0, TICK_S), partial(self._end, replica))
         elif not replica.draining and self._due("drains", 0.04):
@@ -68,8 +70,8 @@ class Supervisor:
         return False
 
     def _can_go(self, replica: Replica) -> bool:
-        """Some other engine of its pool stays; a prefill pool may vanish where decode engines compute every prompt
-        alone.
+        """True if another engine of its pool stays. A prefill pool may vanish where decode engines can compute
+        every prompt alone.
         """
         scenario = self._scenario
         if replica.is_prefill and scenario.router.disaggregation != "strict" and not scenario.needs_prefill:
@@ -80,7 +82,7 @@ class Supervisor:
         )
 
     def _drain(self, replica: Replica) -> None:
-        """Through the router, or at the engine alone, as a stop signal to its process does."""
+        """Drains an engine through the router, or at the engine alone, as a stop signal to its process does."""
         replica.draining = True
         deadline_s = self._queue.random.uniform(0.0, 2.0)
         if self._driver.alive and self._queue.random.random() < 0.5:
@@ -102,8 +104,8 @@ class Supervisor:
         self._driver.start(replica.address for replica in self._engines.replicas.values())
 
     def _end(self, replica: Replica) -> None:
-        """The router hears of it; a successor starts, unless it left. It needs the memory, so it waits until nobody
-        maps that any more, and reuses it: words are cleared first.
+        """Ends an engine. Later the router hears of it, and a successor starts unless the engine leaves for good. It
+        uses the same memory, so it waits until nobody maps that any more, and clears its lease words first.
         """
         if not replica.alive:
             return

@@ -1,8 +1,8 @@
-"""What the simulator raises."""
+"""The exception that the simulator raises."""
 
 
 class Violation(Exception):
-    """An invariant does not hold. Carries the seed, so that the run can be had again."""
+    """An invariant does not hold. The violation carries the seed, so that the run can be repeated."""
 
     def __init__(self, seed: int, now: float, text: str) -> None:
         super().__init__(seed, now, text)

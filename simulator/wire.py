@@ -1,5 +1,5 @@
-"""The wire of a simulated run: every message takes a drawn time, so they overtake each other; some come twice, some are
-cut off.
+"""The wire of a simulated run. Every message takes a drawn time, so messages overtake each other. Some come twice,
+some are cut off.
 """
 
 from collections.abc import Callable
@@ -13,20 +13,20 @@ Inlet = Callable[[Envelope], None]
 
 
 class Wire:
-    """`inlets`: by replica id, who takes messages now; what comes for anybody else is lost."""
+    """Carries messages to `inlets`, the processes that take messages now, by replica id. All others are lost."""
 
     def __init__(self, queue: EventQueue, seconds: Callable[[], float], duplicate: float) -> None:
         self.inlets: dict[str, Inlet] = {}
         self._queue, self._seconds, self._duplicate = queue, seconds, duplicate
         self._cut: dict[tuple[Address, Address], int] = {}
-        """By (dead sender, receiver): the first of its messages that does not arrive."""
+        """By (dead sender, receiver), the number of the first message that does not arrive."""
 
     def send(self, envelope: Envelope) -> None:
         for _ in range(2 if self._queue.chance(self._duplicate) else 1):
             self._queue.at(self._seconds(), partial(self._arrive, envelope))
 
     def cut_off(self, outgoing: Outgoing) -> None:
-        """The sender is dead: of what is still under way to each receiver a drawn beginning arrives."""
+        """The sender is dead. Its messages that are still under way to a receiver arrive up to a drawn one."""
         for receiver, num_sent in outgoing.sent().items():
             self._cut[outgoing.address, receiver] = max(0, num_sent - self._queue.random.choice([0, 0, 1, 2, 5]))
 
@@ -39,7 +39,7 @@ class Wire:
 
 
 def text(envelope: Envelope) -> str:
-    """A line of the log."""
+    """The envelope as a line of the log."""
     message: Message = envelope.message
     key = getattr(message, "key", None)
     what = f" {key.request_id}#{key.attempt}" if key is not None else ""

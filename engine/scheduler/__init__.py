@@ -1,3 +1,3 @@
-"""Which tokens of which sequences run in the next step, and in which blocks: decided without devices (scheduler.py, the
-pass).
+"""The decision which tokens of which sequences run in the next step, and in which blocks. It is made without devices;
+scheduler.py is the pass.
 """

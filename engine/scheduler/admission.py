@@ -1,5 +1,5 @@
-"""The second part of a schedule: who enters. Arrived sequences first, then the queue, whose head alone is ever looked
-at.
+"""The second part of a schedule: who enters. Arrived sequences come first, then the queue. Nobody overtakes in it: only
+its head is ever looked at.
 """
 
 from engine.scheduler.block_manager import NO_BLOCKS
@@ -13,7 +13,7 @@ from protocol.errors import InvalidRequest
 
 
 def check_servable(state: SchedulerState, request: Request) -> None:
-    """Raises InvalidRequest if the request could wait for ever."""
+    """Raises InvalidRequest if the request is empty or could wait for ever."""
     config, num_prompt = state.config, len(request.prompt_token_ids)
     if num_prompt < 1:
         raise InvalidRequest("prompt_token_ids", num_prompt, "at least 1 token")
@@ -29,16 +29,14 @@ def check_servable(state: SchedulerState, request: Request) -> None:
         raise InvalidRequest("prompt_token_ids", num_prompt, f"the KV pool holds {room} tokens")
     whole = not config.enable_chunked_prefill and request.kv != "consumer" and not request.offset
     if whole and num_prompt > config.max_num_batched_tokens:
-        limit = (
-            f"at most max_num_batched_tokens = {config.max_num_batched_tokens} tokens while enable_chunked_prefill is "
-            "off"
-        )
-        raise InvalidRequest("prompt_token_ids", num_prompt, limit)
+        limit = f"at most max_num_batched_tokens = {config.max_num_batched_tokens} tokens"
+        raise InvalidRequest("prompt_token_ids", num_prompt, f"{limit} while enable_chunked_prefill is off")
 
 
 def seat_arrived(state: SchedulerState, budget: int) -> int:
-    """Seats arrived sequences, with 1 token each, while there are seats and tokens; their blocks hold the next token
-    too. Returns what is left of the budget."""
+    """Seats arrived sequences, with one token each, while there are seats and tokens. Their blocks have room for the
+    next token already. Returns what is left of the budget.
+    """
     while state.arrived and budget > 0 and state.has_seat():
         sequence = state.arrived.popleft()
         position = _seat(state, sequence, sequence.num_first, sequence.blocks, hashed=sequence.num_first)
@@ -50,7 +48,7 @@ def seat_arrived(state: SchedulerState, budget: int) -> int:
 
 
 def admit_waiting(state: SchedulerState, budget: int, *, alone: bool) -> None:
-    """Admits and reserves from the head of the queue until somebody does not fit."""
+    """Serves the head of the queue until one does not fit: a consumer reserves its destination, others are admitted."""
     while (sequence := state.waiting.head()) is not None and not state.closed:
         if sequence.kv == "consumer":
             if not _reserve(state, sequence):
@@ -68,9 +66,9 @@ def admit_waiting(state: SchedulerState, budget: int, *, alone: bool) -> None:
 
 
 def _admit(state: SchedulerState, sequence: Sequence, budget: int, *, alone: bool) -> int:
-    """Moves the head of the queue into the batch. Returns its tokens in this step; 0: it does not fit.
+    """Moves the head of the queue into the batch. Returns its tokens in this step; 0 if it does not fit.
 
-    What the prefix cache has of a swapped sequence need not be copied back.
+    Blocks of a swapped sequence that the prefix cache still has are not copied back.
     """
     config, known = state.config, len(sequence.tokens)
     hits = _lookup(state, sequence, known - 1)
@@ -80,8 +78,7 @@ def _admit(state: SchedulerState, sequence: Sequence, budget: int, *, alone: boo
     if config.long_prefill_token_threshold and not alone:
         num = min(num, config.long_prefill_token_threshold)
     if not config.enable_chunked_prefill and budget < num <= config.max_num_batched_tokens:
-        # an answer that has outgrown the whole budget is cut all the same when it goes on: it would wait for ever
-        return 0
+        return 0  # it waits for a step with room; a chunk that exceeds any step is cut, or it would wait for ever
     num = min(num, budget)
     first = state.num_blocks(computed + num)
     full = first if config.prompt_reservation == "none" else state.num_blocks(known)
@@ -101,7 +98,7 @@ def _admit(state: SchedulerState, sequence: Sequence, budget: int, *, alone: boo
 
 
 def _reserve(state: SchedulerState, sequence: Sequence) -> bool:
-    """Takes a consumer's whole destination, the slot of its next token included. False: it does not fit."""
+    """Takes a consumer's whole destination, with the slot of its next token. Returns False if it does not fit."""
     count = state.num_blocks(_num_destination_tokens(sequence.request))
     hits = _lookup(state, sequence, sequence.num_first)
     blocks = _allocate(state, count, count, hits)
@@ -118,12 +115,13 @@ def _reserve(state: SchedulerState, sequence: Sequence) -> bool:
 
 
 def _num_destination_tokens(request: Request) -> int:
+    """The prompt and the next token, if the answer has one beyond the first."""
     num_prompt = len(request.prompt_token_ids)
     return min(num_prompt + 1, num_prompt + request.max_tokens - 1)
 
 
 def _lookup(state: SchedulerState, sequence: Sequence, max_num_tokens: int) -> Int32:
-    """Cached blocks of its known tokens, covering at most `max_num_tokens`."""
+    """Cached blocks of a sequence's known tokens, which cover at most `max_num_tokens` tokens."""
     if not state.config.enable_prefix_caching:
         return NO_BLOCKS
     limit = max_num_tokens // state.config.block_size
@@ -132,15 +130,17 @@ def _lookup(state: SchedulerState, sequence: Sequence, max_num_tokens: int) -> I
 
 
 def _allocate(state: SchedulerState, room: int, count: int, hits: Int32) -> BlockIds | None:
-    """`count` blocks, `hits` first, if there is room for `room` blocks, and the watermark to spare while anything
-    runs.
+    """Takes `count` blocks, `hits` first, if `room` blocks are to be had and, while anything runs, the watermark stays
+    free. Returns None otherwise.
     """
     spare = int(state.config.watermark * state.blocks.num_blocks) if len(state.table) else 0
     return state.blocks.allocate_if(room + spare, count, hits)
 
 
 def _seat(state: SchedulerState, sequence: Sequence, computed: int, blocks: BlockIds, *, hashed: int) -> int:
-    """Returns its position. `hashed`: tokens below which every full block can be found already."""
+    """Puts a sequence into the table and returns its position. Every full block below `hashed` tokens can be
+    found already.
+    """
     size = state.config.block_size
     if sequence.kv == "producer":
         cap = sequence.num_first
@@ -154,6 +154,7 @@ def _seat(state: SchedulerState, sequence: Sequence, computed: int, blocks: Bloc
 
 
 def _note_admission(state: SchedulerState, sequence: Sequence, num_cached: int) -> None:
+    """Notes that a sequence enters with the KV of `num_cached` tokens; what it had lost beyond that is recomputed."""
     note = state.events.resumed if sequence.admitted else state.events.admitted
     note.append((sequence.request.key, num_cached))
     recomputed = max(0, sequence.num_lost - num_cached)

@@ -1,7 +1,7 @@
-"""Blocks in host memory that hold the KV of preempted sequences until they run again; numbered from 0.
+"""Blocks in host memory that hold the KV of preempted sequences until these run again. They are numbered from 0.
 
-Blocks are taken only while no step is in flight. So whatever step copies out of a block or into it has committed before
-the block can have another owner, however early it is released.
+Blocks are taken only while no step is in flight. So every step that copies out of a block or into it has committed
+before the block can have another owner, however early it is released.
 """
 
 from collections.abc import Sequence as Seq
@@ -10,7 +10,7 @@ from protocol.errors import ProtocolError
 
 
 class HostPool:
-    """Who owns which block: exactly one sequence, or nobody."""
+    """Which blocks are owned. Each block belongs to one sequence or to nobody."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -22,7 +22,7 @@ class HostPool:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Raises ProtocolError if fewer are free: callers look first."""
+        """Takes `count` blocks. Raises ProtocolError if fewer are free: callers look first."""
         if count > len(self._free):
             raise ProtocolError(f"{count} host blocks asked for, {len(self._free)} are free")
         taken = [self._free.pop() for _ in range(count)]
@@ -31,7 +31,7 @@ class HostPool:
         return taken
 
     def release(self, blocks: Seq[int]) -> None:
-        """Raises ProtocolError for a block that nobody owns."""
+        """Frees blocks. Raises ProtocolError for a block that nobody owns."""
         for block in blocks:
             if not self._owned[block]:
                 raise ProtocolError(f"host block {block} was freed more often than taken")

@@ -1,17 +1,18 @@
 """The loops over blocks, compiled: a step that lets two sequences in and two out moves some two hundred blocks.
 
-Plain loops over arrays, so that they run as they stand where numba is absent: slower, with the same results. Compiled
-when the first `BlockManager` is made. Bounds are not checked: callers know their blocks.
+They are plain loops over arrays: where numba is absent they run as they stand, slower and with the same results. They
+are compiled when the first `BlockManager` is made. They do not check bounds: callers know their blocks.
 
-Every function begins with arrays of the block manager (N blocks). Each kind of array has a type of its own, which the
-type checker tells from the others, so that no two can change places:
+Every function begins with arrays of the block manager, which has N blocks. Each kind of array has a type of its own,
+which the type checker tells from the others, so that no two arguments can change places:
 
 - `Blocks` int32 [N, 8]: the columns below. Block 0 is never used: its links are the two ends of the ring of cached
-  blocks, its hash is the one that is being looked for.
-- `Index` int32 [a power of two >= 1.5 N, 2]: block by hash, the oldest of those that share one, and the hash's first
-  word. Open addressing: a hash is looked for from bucket `first word & mask` on, up to the first empty one (block 0).
-- `Counts` int64: the counts below.
-- `Log` int32 [2, M, 4]: the last M hashes that became findable, and the last M that ceased to be. Rings.
+  blocks, and its hash is the one that is being looked for.
+- `Index` int32 [a power of two >= 1.5 N, 2]: a hash table with open addressing. A bucket holds a block, the oldest one
+  that has its hash, and the first word of this hash. A hash is looked for from bucket `first word & mask` on, up to the
+  first empty bucket (block 0).
+- `BlockIds` int32 [n]: ids of blocks. `Counts` int64 [NUM_COUNTS]: the counts below.
+- `Log` int32 [2, M, 4]: two rings, of the last M hashes that became findable and the last M that ceased to be.
 """
 
 from functools import cache
@@ -31,25 +32,23 @@ Index = NewType("Index", Int32)
 Counts = NewType("Counts", Int64)
 Log = NewType("Log", Int32)
 BlockIds = NewType("BlockIds", Int32)
-"""[n]"""
 Arrays = tuple[Blocks, Index, Counts, Log]
 
 REFERENCES = 0
-"""How many own the block. Below 0: the serial number of the release that keeps it back for steps in flight, negated."""
+"""How many owners the block has. A held block has the negated serial number of the release that is to free it."""
 PREVIOUS = 1
-"""Of a cached block: the one freed before it."""
+"""For a cached block, the cached block that was freed before it."""
 NEXT = 2
-"""Of a cached block: the one freed after it. Of a blank one: the next to be taken, 0 behind the last."""
+"""For a cached block, the one that was freed after it. For a blank block, the one that is taken after it; 0 if none."""
 NEXT_SAME_HASH = 3
-"""The next younger block with the same hash, 0 behind the youngest."""
+"""The next younger block with the same hash; 0 for the youngest, UNHASHED for a block without a hash."""
 UNHASHED = -1
-"""Instead, where the block has no hash."""
 HASH = 4
-"""First of 4 words."""
+"""The first of the 4 words of the hash."""
 NUM_COLUMNS = 8
 
 BLANK = 0
-"""The blank block that is taken next; 0: none."""
+"""The blank block that is taken next; 0 if there is none."""
 NUM_BLANK = 1
 NUM_CACHED = 2
 NUM_HELD = 3
@@ -67,7 +66,7 @@ REMOVED = 1
 
 @compiled_loop(SOURCES)
 def _unlink(blocks: Blocks, counts: Counts, block: int) -> None:
-    """Takes a block out of the ring of cached ones."""
+    """Takes a block out of the ring of cached blocks."""
     before, after = blocks[block, PREVIOUS], blocks[block, NEXT]
     blocks[before, NEXT] = after
     blocks[after, PREVIOUS] = before
@@ -83,7 +82,7 @@ def _push_blank(blocks: Blocks, counts: Counts, block: int) -> None:
 
 @compiled_loop(SOURCES)
 def _make_free(blocks: Blocks, counts: Counts, block: int) -> None:
-    """A block that nobody owns or uses becomes the last of the cached ones, or the first of the blank ones."""
+    """Makes a block that nobody owns or uses the last of the cached blocks, or the first of the blank ones."""
     if blocks[block, NEXT_SAME_HASH] == UNHASHED:
         _push_blank(blocks, counts, block)
         return
@@ -96,7 +95,7 @@ def _make_free(blocks: Blocks, counts: Counts, block: int) -> None:
 
 @compiled_loop(SOURCES)
 def _note(blocks: Blocks, counts: Counts, log: Log, which: int, block: int) -> None:
-    """Logs the hash of a block."""
+    """Adds the hash of a block to the ring `which`, ADDED or REMOVED."""
     at = counts[NUM_ADDED + which] % log.shape[1]
     for word in range(HASH_WORDS):
         log[which, at, word] = blocks[block, HASH + word]
@@ -111,7 +110,7 @@ def _write_hash(blocks: Blocks, block: int, hashes: Int32, i: int) -> None:
 
 @compiled_loop(SOURCES)
 def _bucket(blocks: Blocks, index: Index, block: int) -> int:
-    """Where in `index` the hash of a block is, or would go."""
+    """The bucket in which the hash of a block is, or into which it would go."""
     mask, first = len(index) - 1, blocks[block, HASH]
     bucket: int = first & mask
     while index[bucket, 0]:
@@ -127,7 +126,7 @@ def _bucket(blocks: Blocks, index: Index, block: int) -> int:
 
 @compiled_loop(SOURCES)
 def _empty_bucket(index: Index, bucket: int) -> None:
-    """Empties a bucket. What lies behind it, up to the next empty one, moves up as far as its own hash allows."""
+    """Empties a bucket. Entries behind it, up to the next empty bucket, move up as far as their own hashes allow."""
     mask = len(index) - 1
     hole, at = bucket, (bucket + 1) & mask
     while index[at, 0]:
@@ -141,7 +140,7 @@ def _empty_bucket(index: Index, bucket: int) -> None:
 
 @compiled_loop(SOURCES)
 def name_block(blocks: Blocks, index: Index, counts: Counts, log: Log, block: int, hashes: Int32, i: int) -> None:
-    """Makes a block findable by `hashes[i]`. No-op if it has a hash already."""
+    """Makes a block findable by `hashes[i]`, unless it has a hash already."""
     if blocks[block, NEXT_SAME_HASH] != UNHASHED:
         return
     blocks[block, NEXT_SAME_HASH] = 0
@@ -159,7 +158,7 @@ def name_block(blocks: Blocks, index: Index, counts: Counts, log: Log, block: in
 
 @compiled_loop(SOURCES)
 def _unname(blocks: Blocks, index: Index, counts: Counts, log: Log, block: int) -> None:
-    """Makes a block unfindable; the next older one with its hash is found instead."""
+    """Makes a block unfindable. If others have its hash, the oldest of them is found from now on."""
     bucket, next_same_hash = _bucket(blocks, index, block), blocks[block, NEXT_SAME_HASH]
     blocks[block, NEXT_SAME_HASH] = UNHASHED
     older = index[bucket, 0]
@@ -176,7 +175,7 @@ def _unname(blocks: Blocks, index: Index, counts: Counts, log: Log, block: int) 
 
 @compiled_loop(SOURCES)
 def pop(blocks: Blocks, index: Index, counts: Counts, log: Log) -> int:
-    """Takes a free block, blank or else freed first, with one reference."""
+    """Takes a free block, with one reference: a blank one, or else the cached one that was freed first."""
     if counts[NUM_BLANK]:
         block: int = counts[BLANK]
         counts[BLANK] = blocks[block, NEXT]
@@ -194,7 +193,7 @@ def pop(blocks: Blocks, index: Index, counts: Counts, log: Log) -> int:
 
 @compiled_loop(SOURCES)
 def count_free(blocks: Blocks, among: Int32) -> int:
-    """How many of `among` are free."""
+    """How many blocks of `among` are free."""
     count = 0
     for block in among:
         if not blocks[block, REFERENCES]:
@@ -204,8 +203,9 @@ def count_free(blocks: Blocks, among: Int32) -> int:
 
 @compiled_loop(SOURCES)
 def take(blocks: Blocks, index: Index, counts: Counts, log: Log, taken: BlockIds, num_found: int, room: int) -> int:
-    """One more reference to each of the first `num_found` of `taken`; free blocks fill the rest of it. Returns 1; 0,
-    changing nothing, if there were not enough for `room` blocks, those found included."""
+    """Takes one more reference to each of the first `num_found` blocks of `taken`, and fills the rest of it with free
+    blocks. Returns 1. Returns 0, and changes nothing, if there are not enough for `room` blocks, found ones included.
+    """
     if room - num_found + count_free(blocks, taken[:num_found]) > counts[NUM_BLANK] + counts[NUM_CACHED]:
         return 0
     for block in taken[:num_found]:
@@ -222,10 +222,9 @@ def take(blocks: Blocks, index: Index, counts: Counts, log: Log, taken: BlockIds
 
 @compiled_loop(SOURCES)
 def release(blocks: Blocks, counts: Counts, given: Int32, serial: int, held: BlockIds) -> int:
-    """One reference less to each of `given`, from the last to the first. Those left without one are free, or with a
-    `serial` (> 0) held under it and written to `held` (as long as `given`). Returns how many were; -1 - i,
-    changing nothing, if nobody owns given[i].
-    """
+    """Gives up one reference to each block of `given`, from the last to the first. A block that has none left is free;
+    with a `serial` (> 0) it is held under this number and written to `held` (as long as `given`). Returns how many
+    blocks are held. Returns -1 - i, and changes nothing, if nobody owns given[i]."""
     for i in range(len(given)):
         if given[i] < 1 or given[i] >= len(blocks) or blocks[given[i], REFERENCES] <= 0:
             return -1 - i
@@ -246,7 +245,7 @@ def release(blocks: Blocks, counts: Counts, given: Int32, serial: int, held: Blo
 
 @compiled_loop(SOURCES)
 def free_held(blocks: Blocks, counts: Counts, held: BlockIds, serial: int) -> None:
-    """Frees those of `held` that still wait under this serial number."""
+    """Frees the blocks of `held` that are still held under this serial number."""
     for block in held:
         if blocks[block, REFERENCES] == -serial:
             blocks[block, REFERENCES] = 0
@@ -256,9 +255,8 @@ def free_held(blocks: Blocks, counts: Counts, held: BlockIds, serial: int) -> No
 
 @compiled_loop(SOURCES)
 def find(blocks: Blocks, index: Index, wanted: Int32, found: BlockIds) -> int:
-    """Writes the blocks that hold a chain of hashes [n, 4] to `found` [n], up to the first that none holds. Returns
-    their number.
-    """
+    """Finds the blocks with a chain of hashes [n, 4], up to the first hash that no block has, and writes them to
+    `found` [n]. Returns their number."""
     for i in range(len(wanted)):
         _write_hash(blocks, 0, wanted, i)
         found[i] = index[_bucket(blocks, index, 0), 0]
@@ -269,14 +267,14 @@ def find(blocks: Blocks, index: Index, wanted: Int32, found: BlockIds) -> int:
 
 @compiled_loop(SOURCES)
 def name(blocks: Blocks, index: Index, counts: Counts, log: Log, named: BlockIds, names: Int32) -> None:
-    """Makes blocks findable, each by its hash; those that have one keep it."""
+    """Makes blocks findable, each by its hash; a block that has a hash keeps it."""
     for i in range(len(named)):
         name_block(blocks, index, counts, log, named[i], names, i)
 
 
 @compiled_loop(SOURCES)
 def forget(blocks: Blocks, index: Index, counts: Counts, log: Log, forgotten: Int32) -> None:
-    """Makes blocks unfindable; those that are stay so."""
+    """Makes blocks unfindable, those that are findable."""
     for block in forgotten:
         if blocks[block, NEXT_SAME_HASH] == UNHASHED:
             continue
@@ -289,13 +287,8 @@ def forget(blocks: Blocks, index: Index, counts: Counts, log: Log, forgotten: In
 @cache
 def compile_all() -> None:
     """Calls every loop once, with nothing to do."""
-    ids, hashes = BlockIds(np.zeros(0, np.int32)), np.zeros((0, 0), np.int32)
-    blocks, index, counts, log = (
-        Blocks(hashes),
-        Index(hashes),
-        Counts(np.zeros(NUM_COUNTS, np.int64)),
-        Log(np.zeros((0, 0, 0), np.int32)),
-    )
+    ids, hashes, space = BlockIds(np.zeros(0, np.int32)), np.zeros((0, 0), np.int32), np.zeros((0, 0, 0), np.int32)
+    blocks, index, counts, log = Blocks(hashes), Index(hashes), Counts(np.zeros(NUM_COUNTS, np.int64)), Log(space)
     put_compiled(globals())
     with one_compiles(SOURCES):
         take(blocks, index, counts, log, ids, 0, 0)

@@ -1,7 +1,7 @@
 """The hash of one block for the loops: blake2b-128 as in RFC 7693, over the parent's hash and the block's tokens.
 
 hashlib takes three times as long, most of it for objects, and a step of 1,024 sequences fills 64 blocks. Where numba is
-absent it does it all the same.
+absent, hashlib is used all the same.
 """
 
 from typing import Any, NewType
@@ -16,7 +16,7 @@ from protocol.block_hash import HASH_BYTES, HASH_WORDS
 SOURCES = (__file__, block_hash.__file__)
 
 Chain = NewType("Chain", Int32)
-"""[n + 1, 4]: a root hash, then those of n blocks, each the parent of the next."""
+"""A root hash and the hashes of n blocks, each the parent of the next: [n + 1, 4]."""
 
 _START = np.array(
     [
@@ -25,9 +25,9 @@ _START = np.array(
     ],
     np.uint64,
 )
-"""RFC 7693, 2.6."""
+"""The initialization vector, RFC 7693, 2.6."""
 _PARAMETERS = np.uint64(0x01010000 | HASH_BYTES)
-"""RFC 7693, 2.5: no key, no tree, so many bytes of hash."""
+"""The parameter block, RFC 7693, 2.5: no key, no tree, and a hash of HASH_BYTES bytes."""
 _ORDER = np.array(
     [
         [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15],
@@ -41,31 +41,31 @@ _ORDER = np.array(
         [6, 15, 14, 9, 11, 3, 0, 8, 12, 2, 13, 7, 1, 4, 10, 5],
         [10, 2, 8, 4, 7, 6, 1, 5, 15, 11, 9, 14, 3, 12, 13, 0],
     ],
-    np.uint8,  # unsigned: no index could count from the end
+    np.uint8,  # unsigned, so that no index counts from the end
 )
-"""RFC 7693, 2.7: the order in which each round takes the words of the message; rounds 10 and 11 begin again."""
+"""The order in which each round takes the words of the message, RFC 7693, 2.7. Rounds 10 and 11 begin again."""
 NUM_ROUNDS = 12
 
 STATE = 16
 ROUNDS = 24
 NUM_WORDS = 40
-"""Of the space to work in: 16 words of the message, 8 of the state, 16 of the rounds."""
+"""Size of the working space: 16 words of the message, 8 of the state, 16 of the rounds."""
 
 _CHUNK = 32
-"""int32 of message that are compressed at once."""
+"""How many int32 numbers of the message are compressed at once."""
 _HIGH = np.uint64(32)
 _LOW = np.uint64(0xFFFFFFFF)
 
 
 @compiled_loop(SOURCES)
 def _rotated(word: Any, num_bits: Any) -> Any:
-    """To the right."""
+    """Rotates a word to the right."""
     return word >> np.uint64(num_bits) | word << np.uint64(64 - num_bits)
 
 
 @compiled_loop(SOURCES)
 def _mix(words: UInt64, a: int, b: int, c: int, d: int, x: int, y: int) -> None:
-    """RFC 7693, 3.1. `x`, `y`: which words of the message."""
+    """The mixing function G, RFC 7693, 3.1, with the words `x` and `y` of the message."""
     at_a, at_b, at_c, at_d = words[ROUNDS + a], words[ROUNDS + b], words[ROUNDS + c], words[ROUNDS + d]
     at_a += at_b + words[x]
     at_d = _rotated(at_d ^ at_a, 32)
@@ -80,7 +80,10 @@ def _mix(words: UInt64, a: int, b: int, c: int, d: int, x: int, y: int) -> None:
 
 @compiled_loop(SOURCES)
 def _compress(words: UInt64, num_bytes: int, last: int) -> None:
-    """RFC 7693, 3.2: takes the message into the state. `num_bytes`: of it so far; `last`: whether it ends here."""
+    """The compression function F, RFC 7693, 3.2: takes 128 bytes of the message into the state.
+
+    `num_bytes` of the message have been seen by now; `last` is true if it ends here.
+    """
     for i in range(8):
         words[ROUNDS + i] = words[STATE + i]
         words[ROUNDS + 8 + i] = _START[i]
@@ -103,7 +106,7 @@ def _by_hashlib(chain: Chain, block: int, tokens: Int32, words: UInt64) -> None:
 
 @compiled_loop(SOURCES, uncompiled=_by_hashlib)
 def hash_block(chain: Chain, block: int, tokens: Int32, words: UInt64) -> None:
-    """Writes chain[block], from the hash before it and the block's tokens. `words` [NUM_WORDS]: space to work in."""
+    """Writes chain[block], from the hash before it and the block's tokens. `words` [NUM_WORDS] is working space."""
     for i in range(8):
         words[STATE + i] = _START[i]
     words[STATE] ^= _PARAMETERS

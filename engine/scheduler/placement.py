@@ -1,14 +1,15 @@
-"""The first part of a schedule: tokens and blocks for those that run, and who has to go when blocks lack.
+"""The first part of a schedule: running sequences get tokens and blocks, and some are evicted when blocks lack.
 
-Everybody who writes an answer has one token in every step; `max_num_batched_tokens` is never below `max_num_seqs`.
-Beyond that tokens go by running order to prompts, but evenly to drafts, which shut nobody out
-(loops_sequences.py:ration). Blocks go by running order, to drafts too.
+Every running answer has one token in every step, since `max_num_batched_tokens` is never below `max_num_seqs`. Beyond
+that, prompts get tokens in running order, but drafts get them evenly and shut nobody out (loops_step.py:ration). Blocks
+go to all in running order, for drafts too.
 """
 
 import numpy as np
 
-from engine.scheduler import loops_sequences as loops
+from engine.scheduler import loops_step as loops
 from engine.scheduler.loops_hash import Chain
+from engine.scheduler.loops_sequences import ALLOWED, GOAL
 from engine.scheduler.preemption import Victim, choose_mode
 from engine.scheduler.sequence_table import NEVER
 from engine.scheduler.state import SchedulerState
@@ -16,25 +17,26 @@ from protocol.arrays import Int32
 
 
 def step_budget(state: SchedulerState, num_promised: int) -> int:
-    """Tokens that this step may compute. `num_promised`: of them, for those that will be seated with one each."""
+    """Tokens that this step may compute. `num_promised` of them are for arrived sequences that will be seated."""
     config, table = state.config, state.table
     if not config.pad_with_prefill:
         return config.max_num_batched_tokens
     num_decodes = int(np.count_nonzero(table.answering())) + num_promised
-    sizes = [size for size in config.cuda_graph_sizes if size > num_decodes]  # above, so that prompts always move on
+    # Not the size that equals the decodes: prompts must always move on.
+    sizes = [size for size in config.cuda_graph_sizes if size > num_decodes]
     return min(config.max_num_batched_tokens, sizes[0]) if num_decodes and sizes else config.max_num_batched_tokens
 
 
 def place_running(state: SchedulerState, budget: int, *, alone: bool) -> int | None:
-    """Gives each running sequence, in admission order, tokens (`table.num`) and the blocks for them. Returns what is
-    left of the budget.
+    """Gives each running sequence, in admission order, tokens (`table.num`) and the blocks for them. `alone` is True
+    where the engine has only one sequence at all.
 
-    `alone`: only one sequence is there at all. None: somebody would have to go while a step is in flight; nothing was
-    changed.
+    Returns what is left of the budget. Returns None, and changes nothing, if a sequence would have to be evicted while
+    a step is in flight.
     """
     table, config = state.table, state.config
     threshold = config.long_prefill_token_threshold if config.long_prefill_token_threshold and not alone else NEVER
-    goal = loops.GOAL if state.proposer is None else _ration(state, budget, threshold)
+    goal = GOAL if state.proposer is None else _ration(state, budget, threshold)
     left = _place(state, goal, budget, threshold)
     if left == loops.STARVED:
         goal = _ration(state, budget, threshold)
@@ -54,15 +56,17 @@ def _place(state: SchedulerState, goal: int, budget: int, threshold: int) -> int
 
 
 def _ration(state: SchedulerState, budget: int, threshold: int) -> int:
-    """Writes goals that the budget reaches, so that nobody takes what is another's. Returns their line."""
+    """Writes goals for which the budget is enough, so that every sequence gets its share. Returns their line."""
     table, head = state.table, state.waiting.head() if state.has_seat() else None
     next_chunk = 0 if head is None else 1 if state.config.enable_chunked_prefill else len(head.tokens)
     loops.ration(table.state, len(table), threshold, budget, next_chunk)
-    return loops.ALLOWED
+    return ALLOWED
 
 
 def _place_evicting_newest(state: SchedulerState, budget: int) -> int:
-    """fcfs: the newest goes, possibly the one that asks. Victims were not placed yet, so what the others got stands."""
+    """Under fcfs the newest sequence is evicted, which may be the one that lacks blocks. No victim has got blocks yet,
+    so what the others got stays theirs. Returns what is left of the budget.
+    """
     table = state.table
     end = count = len(table)
     num = table.num[:count]
@@ -89,12 +93,12 @@ def _place_evicting_newest(state: SchedulerState, budget: int) -> int:
 
 
 def _place_by_priority(state: SchedulerState, goal: Int32, budget: int, threshold: int) -> int:
-    """priority: the worst (priority, arrival) goes, of equals the latest; what it was given in this step returns to the
-    budget.
+    """Under priority the sequence with the worst (priority, arrival) is evicted, the latest one among equals. The
+    tokens that it got in this step return to the budget. Returns what is left of the budget.
     """
     table, count = state.table, len(state.table)
     given = dict.fromkeys(range(count), 0)
-    """Tokens by position, of those that stay, in running order."""
+    """Tokens by position of the sequences that stay, in running order."""
     for position in range(count):
         if position not in given:
             continue
@@ -122,9 +126,11 @@ def _place_by_priority(state: SchedulerState, goal: Int32, budget: int, threshol
 
 
 def _place_last(state: SchedulerState, position: int, num: int) -> int | None:
-    """The only sequence left in the batch lacks blocks: it takes what fits, or waits while others own blocks.
+    """The only sequence left in the batch lacks blocks. It takes what fits, or waits while others own blocks.
+    Returns its tokens.
 
-    None: it has to leave, evicted for an arrived one that would have no seat, or ended because it owns the whole pool.
+    Returns None if it has to leave: it is evicted if an arrived sequence would else have no seat, and it ends if it
+    owns the whole pool.
     """
     table, size = state.table, state.config.block_size
     capacity = int(table.capacity[position])
@@ -146,9 +152,8 @@ def _place_last(state: SchedulerState, position: int, num: int) -> int | None:
 
 
 def preempt(state: SchedulerState, position: int) -> None:
-    """Takes a sequence's blocks and puts it in the queue, or gives it back; its outputs stay. No step is in flight.
-
-    The caller unseats it when it is done with positions.
+    """Takes a sequence's blocks, and puts it in the queue or gives it back to the router. Its tokens stay. No step may
+    be in flight. The caller unseats the sequence when it no longer needs the positions.
     """
     table = state.table
     sequence, blocks = table.running[position], table.blocks_of(position)
@@ -181,7 +186,7 @@ def preempt(state: SchedulerState, position: int) -> None:
 
 
 def _want(state: SchedulerState, position: int, num: int) -> int:
-    """Blocks lacking for `num` more tokens."""
+    """How many blocks a sequence lacks for `num` more tokens."""
     lacking = int(state.table.computed[position]) + num - int(state.table.capacity[position])
     return max(0, state.num_blocks(lacking))
 

@@ -1,25 +1,23 @@
-"""Drafts without a model: what followed the last tokens the last time they were seen (prompt lookup)."""
+"""Drafts without a model (prompt lookup): the tokens that followed when the last tokens were seen before."""
 
 from protocol.arrays import Int32
 from protocol.messages import RequestKey
 
 
 class NGramProposer:
-    """Looks for the latest earlier place with the same last `max_num_tokens` tokens, then with fewer, down to
-    `min_num_tokens`.
+    """Looks for the latest earlier place with the same last `max_num_tokens` tokens, then with fewer tokens, down
+    to `min_num_tokens`.
 
-    Keeps nothing between calls: one scan of the known tokens is cheaper than an index of a prompt that is asked a few
-    hundred times.
+    It keeps nothing between calls: one scan of the known tokens is cheaper than an index of a prompt that is asked a
+    few hundred times.
     """
 
     def __init__(self, *, min_num_tokens: int = 2, max_num_tokens: int = 4, max_num_places: int = 64) -> None:
-        """`max_num_places`: of those where the last `min_num_tokens` tokens stand, only so many, the latest, are looked
-        at.
-        """
+        """Only the latest `max_num_places` places where the last `min_num_tokens` tokens stand are looked at."""
         self._min, self._max, self._max_num_places = min_num_tokens, max_num_tokens, max_num_places
 
     def propose(self, key: RequestKey, token_ids: Int32, max_num_drafts: int) -> list[int]:
-        """The tokens that followed that place, at most `max_num_drafts`; none if it was never seen."""
+        """Returns the tokens that followed at that place, at most `max_num_drafts`; none if there is no such place."""
         count = len(token_ids) - self._min
         if max_num_drafts < 1 or count < 1:
             return []

@@ -1,7 +1,7 @@
 """Replays a recorded load through the scheduler with made-up tokens, to see or to compare every decision.
 
-Step t: abort those with `abort_step` t, add those with `arrival_step` t, schedule, commit. Tokens are a function of
-(`gen_seed`, position), so no model is needed and two schedulers can be compared step for step.
+Step t aborts the requests with `abort_step` t, adds those with `arrival_step` t, schedules and commits. Tokens are a
+function of (`gen_seed`, position), so no model is needed and two schedulers can be compared step for step.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ TOKEN, ACCEPT, DRAFTS = 0xA5A5A5A5A5A5A5A5, 0x5EC0DE5EC0DE5EC0, 0xD4AF7D4AF7D4AF
 
 
 def mix(value: int) -> int:
-    """splitmix64."""
+    """Scrambles 64 bits as the generator splitmix64 does."""
     value = (value + 0x9E3779B97F4A7C15) & MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK
@@ -33,12 +33,14 @@ def mix(value: int) -> int:
 
 
 def generated_token(gen_seed: int, position: int) -> int:
-    """What the model says at `position` of a sequence, the prompt counted."""
+    """The token that the model says at `position` of a sequence, counted from the start of the prompt."""
     return mix(((gen_seed << 32) | position) ^ TOKEN) % VOCAB_SIZE
 
 
 def prompt_tokens(segments: list[dict[str, int]]) -> Int32:
-    """Segments are fresh tokens {seed, len} or a piece of another request's answer {gen, start, len}."""
+    """Puts a prompt together. A segment is fresh tokens {seed, len} or a piece of another request's answer
+    {gen, start, len}.
+    """
     tokens: list[int] = []
     for segment in segments:
         if "seed" in segment:
@@ -73,7 +75,9 @@ class TraceModel:
         return StepOutput(token_ids=token_ids, counts=counts)
 
     def propose(self, key: RequestKey, token_ids: Int32, max_num_drafts: int) -> list[int]:
-        """Ignores `max_num_drafts`, as the recorded implementation did; what the drafts are does not matter."""
+        """Proposes zeros, since the drafts themselves do not matter, and ignores `max_num_drafts`, as the recorded
+        implementation did.
+        """
         count = self._num_drafts
         if self._vary:
             count = mix(((self._seeds[key.request_id] << 32) | len(token_ids)) ^ DRAFTS) % (count + 1)
@@ -99,7 +103,7 @@ def config_of(trace: dict[str, Any]) -> EngineConfig:
 
 
 def replay(trace: dict[str, Any]) -> list[Record]:
-    """One record per step until every request has ended. Fields as in tests/data/scheduler/README.md."""
+    """Returns one record per step, until every request has ended. tests/data/scheduler/README.md lists the fields."""
     return list(_records(trace))
 
 
@@ -134,9 +138,7 @@ def _records(trace: dict[str, Any]) -> Iterator[Record]:
 
 
 def _request(request: dict[str, Any], key: RequestKey, num_before: int) -> Request:
-    """`num_before`: requests added before it. No two arrive at once: those of one step arrive in the order of the
-    list.
-    """
+    """A request of the trace, after `num_before` others. Requests of one step arrive in the order of the list."""
     return Request(
         key=key,
         request_number=num_before,
@@ -193,8 +195,8 @@ def _run_step(
 
 
 def pretty(trace: dict[str, Any], records: list[Record]) -> str:
-    """The records for people: who got how many tokens, what is left of the budget and of the blocks, who was evicted
-    and why.
+    """The records as text: who got how many tokens, how much of the budget and of the blocks is left, who was
+    evicted and why.
     """
     budget, usable = trace["max_num_batched_tokens"], trace["num_blocks"] - 1
     lines = []

@@ -1,19 +1,53 @@
-"""The other half of a step: sampled tokens become known, sequences that are complete leave."""
+"""The commit of a step: sampled tokens become known, and sequences that are complete leave."""
 
 import numpy as np
 
 from engine.runner import Batch, StepOutput
-from engine.scheduler import loops_sequences as loops
-from engine.scheduler.loops_sequences import Flat, Positions, Results, Sampled, Stops
+from engine.scheduler import loops_step as loops
+from engine.scheduler.loops_sequences import Positions
+from engine.scheduler.loops_step import Flat, Results, Sampled, Stops
 from engine.scheduler.outcome import Committed, Finished, PromptDone
-from engine.scheduler.sequence_table import NEVER
+from engine.scheduler.sequence_table import NEVER, InFlightStep, SequenceTable
 from engine.scheduler.state import Proposer, SchedulerState
 from protocol.arrays import Int32, Int64
-from protocol.messages import FinishReason, Logprobs, TokenLogprobs
+from protocol.errors import ProtocolError
+from protocol.messages import FinishReason, Logprobs, RequestKey, TokenLogprobs
 
 
-def append_tokens(state: SchedulerState, batch: Batch, positions: Positions, output: StepOutput) -> Committed:
-    """Applies what was sampled. `positions`: int32 [B], of the batch's sequences now, -1 where one has left."""
+def commit_step(state: SchedulerState, output: StepOutput) -> Committed:
+    """Applies the output of the oldest batch in flight. Raises ProtocolError if it does not match the batch."""
+    table = state.table
+    if not table.in_flight:
+        raise ProtocolError("a commit without a batch in flight")
+    in_flight_step = table.in_flight.popleft()
+    batch, sampled = in_flight_step.batch, output.counts > 0
+    if len(output.token_ids) != len(sampled) or sampled.tobytes() != batch.sample.tobytes():
+        raise ProtocolError(
+            f"step {batch.step}: tokens for entries {sampled.nonzero()[0]}, wanted for {batch.sample.nonzero()[0]}"
+        )
+    state.blocks.step_committed()
+    table.committed(batch.step)
+    progressed = _progress_of_producers(table, in_flight_step) if state.num_producers else []
+    committed = _append_tokens(state, batch, in_flight_step.positions, output)
+    committed.progressed = progressed
+    if state.thrash is not None:
+        state.thrash.add(recomputed=0, generated=len(committed.token_ids))
+    if state.config.preemption == "auto":
+        state.costs.observe(batch, output)
+    return committed
+
+
+def _progress_of_producers(table: SequenceTable, in_flight_step: InFlightStep) -> list[tuple[RequestKey, int]]:
+    """(key, tokens computed) of each "producer" request of the step whose prompt is not done yet."""
+    batch = in_flight_step.batch
+    unfinished = (~batch.sample & (in_flight_step.positions >= 0)).nonzero()[0].tolist()
+    progress = [(table.running[in_flight_step.positions[index]], index) for index in unfinished]
+    done = (batch.num_computed + batch.num_scheduled).tolist()
+    return [(sequence.request.key, done[index]) for sequence, index in progress if sequence.kv == "producer"]
+
+
+def _append_tokens(state: SchedulerState, batch: Batch, positions: Positions, output: StepOutput) -> Committed:
+    """Applies what was sampled. `positions`, int32 [B]: where the batch's sequences are now, -1 where one has left."""
     table = state.table
     num_columns = output.token_ids.shape[1]
     results = Results(np.empty((loops.NUM_RESULT_LINES, len(positions)), np.int32))
@@ -62,8 +96,8 @@ def append_tokens(state: SchedulerState, batch: Batch, positions: Positions, out
 
 
 def _own_stops(state: SchedulerState, positions: Positions, sampled: Sampled) -> Stops:
-    """int32 [B]: how many of each sequence's sampled tokens there are up to the first of its own stop tokens; NEVER:
-    none of them is.
+    """How many sampled tokens each sequence has up to the first of its own stop tokens, int32 [B]; NEVER if none
+    of them is one.
     """
     table = state.table
     stops = Stops(table.no_stops[: len(positions)])
@@ -93,9 +127,9 @@ def _note_logprobs(committed: Committed, logprobs: list[list[TokenLogprobs] | No
 
 
 def _note_first(state: SchedulerState, committed: Committed, positions: Int32, indices: list[int]) -> None:
-    """Notes the first tokens of the entries `indices` of `committed`; `positions`: of all entries' sequences.
+    """Notes that the entries `indices` of `committed` begin their answers here. `positions` has those of all entries.
 
-    The entry of a consumer gets the token its prefill engine sampled in front.
+    The entry of a consumer gets, in front, the token that its prefill engine sampled.
     """
     table = state.table
     where: list[int] = []
@@ -124,14 +158,15 @@ def _note_first(state: SchedulerState, committed: Committed, positions: Int32, i
 
 
 def _propose(state: SchedulerState, proposer: Proposer, positions: Int32) -> None:
-    """Asks for drafts, never more than are still to come, less one, and puts them behind the known tokens."""
+    """Asks for drafts and puts them behind the known tokens. The room for drafts is one less than the tokens that the
+    answer still lacks."""
     table = state.table
     rows, num_tokens = table.row[positions].tolist(), table.tokens[positions]
     rooms = np.clip(table.limit[positions] - num_tokens - 1, 0, state.config.num_speculative_tokens)
     num_drafts = []
     for position, row, known, room in zip(positions.tolist(), rows, num_tokens.tolist(), rooms.tolist(), strict=True):
         drafts = proposer.propose(table.running[position].request.key, table.token_ids[row, :known], room)
-        drafts = drafts[: state.config.max_model_len - known]  # a proposer that ignores the room is borne
+        drafts = drafts[: state.config.max_model_len - known]  # a proposer may ignore the room
         if drafts:
             table.token_ids[row, known : known + len(drafts)] = drafts
         num_drafts.append(len(drafts))
@@ -139,7 +174,7 @@ def _propose(state: SchedulerState, proposer: Proposer, positions: Int32) -> Non
 
 
 def _finish(state: SchedulerState, committed: Committed, positions: list[int], stopped: list[int]) -> None:
-    """Takes complete sequences out; the blocks of "producer" ones pass to whoever reads `committed`."""
+    """Takes complete sequences out. The blocks of "producer" sequences pass to whoever reads `committed`."""
     table = state.table
     for position, stop in zip(positions, stopped, strict=True):
         sequence = table.running[position]

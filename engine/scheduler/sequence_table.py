@@ -1,8 +1,8 @@
-"""The sequences that run: numbers in numpy, so that a step costs what changes and not what runs.
+"""The sequences that run. Their numbers are in numpy arrays, so that a step costs what changes and not what runs.
 
-Two index spaces. A *row* is a sequence's place in the arrays shared with the runner; it stays the same while the
-sequence runs and is reused only after every step scheduled before it was left has committed. A *position* is its place
-in running order (admission order), dense in [0, len); leaving closes the gap.
+There are two index spaces. A *row* is a sequence's place in the arrays shared with the runner. It stays the same while
+the sequence runs, and is reused only when every step scheduled before the sequence left has committed. A *position* is
+its place in running order (admission order), dense in [0, len); when a sequence leaves, the gap closes.
 """
 
 from collections import deque
@@ -40,19 +40,22 @@ class InFlightStep:
     def __init__(self, batch: Batch, positions: Positions) -> None:
         self.batch = batch
         self.positions = positions
-        """int32 [B]: where each scheduled sequence is now, ascending; -1 once it has left."""
+        """Where each scheduled sequence is now: int32 [B], ascending, -1 once it has left."""
 
 
 class SequenceTable:
     """Rows and positions of all running sequences.
 
-    State per position, lines of `state` as loops_sequences.py names them: `tokens` known; `goal` up to which it may be
-    scheduled (known tokens, plus drafts or tokens still being sampled, never past `cap`); `computed` (scheduled ones
-    included); `capacity` of its blocks in tokens; `limit` at which it ends; `cap` beyond which nothing is ever
-    computed; `edge` of the next block to make findable; `chained` tokens in blocks whose hash is known; base + token
-    index = index in the whole answer; attempt; fresh: 1 until its first token was reported; ignore_eos; producer: 1 if
-    its first token ends it here; `num` tokens that the step being scheduled gives it; `allowed`: what the step's budget
-    leaves of its goal, where that had to be asked.
+    Each position has these numbers, lines of `state` as loops_sequences.py names them:
+
+    - row; `tokens` that are known; `goal` up to which it may be scheduled: known tokens, plus drafts or tokens that are
+      still being sampled, never past `cap`; `computed` tokens, scheduled ones included; `capacity` of its blocks in
+      tokens; `limit` of known tokens at which it ends; `cap` beyond which nothing is ever computed.
+    - `edge`: the end, in tokens, of the next block to make findable; `chained`: tokens in blocks whose hash is known;
+      base: base + token index = index in the whole answer; attempt; fresh: 1 until its first token was reported;
+      ignore_eos; producer: 1 if its first token ends it here.
+    - `num`: tokens that the step being scheduled gives it; `allowed`: what the step's budget leaves of its goal, in
+      steps that need to know.
     """
 
     def __init__(
@@ -60,7 +63,8 @@ class SequenceTable:
     ) -> None:
         loops.compile_all()
         num_rows = 2 * max_num_seqs
-        """Twice the seats: with two steps in flight a left row stays blocked while its seat is taken again."""
+        """There are two rows per seat: while steps are in flight, the row of a sequence that left stays blocked and its
+        seat is taken again."""
         self.block_size = block_size
         self._eos_token_ids = eos_token_ids
         max_num_blocks = -(-max_model_len // block_size)
@@ -71,7 +75,7 @@ class SequenceTable:
         self.chains = Chains(np.empty((num_rows, max_num_blocks + 1, HASH_WORDS), np.int32))
         """Root hash, then the hashes of the full blocks of its known tokens below `chained`."""
         self.words = np.zeros(NUM_WORDS, np.uint64)
-        """Where blocks are hashed."""
+        """Working space for hashing blocks."""
         self.sampling = SamplingMetadata(num_rows)
         self.state = state = State(np.zeros((loops.NUM_LINES, max_num_seqs), np.int32))
         self.row: Int32 = state[loops.ROW]
@@ -86,17 +90,17 @@ class SequenceTable:
         self.num: Int32 = state[loops.NUM]
         self.allowed: Int32 = state[loops.ALLOWED]
         self.no_stops = np.full(max_num_seqs, NEVER, np.int32)
-        """For batches in which nobody has stop tokens of his own. Never written to."""
+        """The stops of a batch in which no sequence has stop tokens of its own. Never written to."""
         self.request_numbers = RequestNumbers(np.zeros(max_num_seqs, np.int64))
         self.running: list[Sequence] = []
         self.num_own_stops = 0
-        """How many of them have stop tokens of their own."""
+        """How many running sequences have stop tokens of their own."""
         self.request_ids: list[str] = []
-        """Replaced, never changed: batches keep it."""
+        """Request ids in running order. The list is replaced and never changed, because batches keep it."""
         self.in_flight: deque[InFlightStep] = deque()
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._left_rows: deque[tuple[int, int]] = deque()
-        """(last step scheduled when it was left, row)."""
+        """(the last step scheduled when the row was left, row)."""
 
     def __len__(self) -> int:
         return len(self.running)
@@ -154,13 +158,23 @@ class SequenceTable:
             sequence.chain = chain
 
     def answering(self) -> Bool:
-        """bool [len]: who lacks one token, drafts aside: he writes an answer, or has the last token of a prompt to
-        go.
+        """Which sequences lack one token, drafts aside: those that write an answer or lack the last token of a
+        prompt. bool [len].
         """
         count = len(self)
         goal, computed = self.goal[:count], self.computed[:count]
         answering: Bool = (goal > computed) & (computed + 1 >= self.tokens[:count])
         return answering
+
+    def passed_over(self) -> list[str]:
+        """Request ids of the answers that got no token in the newest step in flight. For checks, right after it
+        was scheduled.
+        """
+        if not self.in_flight or len(self.in_flight[-1].positions) == len(self):
+            return []
+        answering = self.answering()
+        answering[self.in_flight[-1].positions] = False
+        return [self.request_ids[position] for position in answering.nonzero()[0].tolist()]
 
     def append_blocks(self, position: int, blocks: Int32) -> None:
         row, have = self.row[position], self.capacity[position] // self.block_size
@@ -168,19 +182,19 @@ class SequenceTable:
         self.capacity[position] += len(blocks) * self.block_size
 
     def blocks_of(self, position: int) -> Int32:
-        """Its blocks in sequence order: int32 view, valid until somebody else enters."""
+        """A sequence's blocks in order: an int32 view, valid until another sequence enters."""
         return self.block_tables[self.row[position], : self.capacity[position] // self.block_size]
 
     def chain_of(self, position: int) -> Int32:
-        """Its root hash and the hashes of its full blocks, as far as they are known: int32 [n, 4], a view."""
+        """A sequence's root hash and the known hashes of its full blocks: a view, int32 [n, 4]."""
         return self.chains[self.row[position], : self.chained[position] // self.block_size + 1]
 
     def known(self, position: int) -> Int32:
-        """Its known tokens: int32 view."""
+        """A sequence's known tokens: an int32 view."""
         return self.token_ids[self.row[position], : self.tokens[position]]
 
     def leave(self, positions: Iterable[int]) -> None:
-        """Unseats sequences (at least one). Their rows are free when the steps in flight have committed."""
+        """Unseats at least one sequence. Its row is free when the steps in flight have committed."""
         gone = sorted(positions)
         last_step = self.in_flight[-1].batch.step if self.in_flight else None
         ids = self.request_ids.copy()
@@ -200,7 +214,7 @@ class SequenceTable:
             loops.follow(in_flight_step.positions, left)
 
     def committed(self, step: int) -> None:
-        """Rows left before or in `step` may be used again."""
+        """The steps up to `step` have committed: rows that were left with no later step in flight may be used again."""
         while self._left_rows and self._left_rows[0][0] <= step:
             self._free_rows.append(self._left_rows.popleft()[1])
 

@@ -1,4 +1,4 @@
-"""What one engine's steps add up to; its service reports it to the router."""
+"""Sums over one engine's steps, which its service reports to the router."""
 
 from collections import deque
 
@@ -9,14 +9,15 @@ from protocol.histogram import SECONDS, TOKENS, Histogram
 from protocol.messages import ReplicaStatus, RequestKey
 
 NUM_STEPS = 8
+"""How many of the newest steps a status shows."""
 PREFIX_COUNTERS = ("cached_tokens", "prefix_query_tokens", "redispatched_cached_tokens", "redispatched_query_tokens")
-"""A request's first attempt asks the prefix cache for what others left; later ones mostly find the request's own work,
-and count apart.
+"""The first attempt of a request finds in the prefix cache what others left. Later attempts mostly find the request's
+own work, so they are counted apart.
 """
 
 
 class StepCounts:
-    """Adds committed steps and prefix lookups to a service's `counters`, cumulative in the life of the engine."""
+    """Adds committed steps and prefix lookups to a service's `counters`, which are cumulative in an engine's life."""
 
     KEYS = (
         *("steps", "step_seconds", "scheduler_seconds", "budget_tokens", "scheduled_tokens", "scheduled_sequences"),
@@ -31,14 +32,14 @@ class StepCounts:
         self._batches: deque[Batch] = deque(maxlen=NUM_STEPS)
 
     def looked_up(self, key: RequestKey, num_cached: int, num_tokens: int) -> None:
-        """An attempt of `num_tokens` known tokens began; the prefix cache had `num_cached` of them."""
+        """Counts an attempt that began with `num_tokens` known tokens, of which the prefix cache had `num_cached`."""
         kind = "" if key.attempt == 1 else "redispatched_"
         self._counters[f"{kind}cached_tokens"] += num_cached
         if self._looks_up:
             self._counters["redispatched_query_tokens" if kind else "prefix_query_tokens"] += num_tokens
 
     def scheduled(self, batch: Batch) -> None:
-        """Kept for the steps that the status shows."""
+        """Keeps the batch, since the status shows the newest steps."""
         self._batches.append(batch)
 
     def committed(self, batch: Batch, output: StepOutput) -> None:
@@ -66,8 +67,8 @@ class StepCounts:
         num_early_handoffs: int = 0,
         transport: str = "",
     ) -> ReplicaStatus:
-        """The engine's status; the keywords are what only its pool knows. Takes the prefix cache's changes: call it
-        once per message.
+        """The engine's status; the keywords are what only its pool knows. It takes the changes of the prefix cache, so
+        it must be called once per message.
         """
         added, removed = scheduler.blocks.take_hash_changes()
         return ReplicaStatus(

@@ -1,4 +1,4 @@
-"""The one queue in front of the batch. Nobody overtakes: only its head is ever served."""
+"""The queue in front of the batch. Nobody overtakes in it: only its head is ever served."""
 
 import heapq
 from typing import Literal
@@ -7,11 +7,11 @@ from engine.scheduler.sequence import QueueKey, Sequence
 
 
 class WaitingQueue:
-    """fcfs: by the order of `next_key` calls, preempted ones before all others. priority: lowest (priority, arrival)
-    first, equals in the order of these calls.
+    """The policy fcfs orders sequences by their `next_key` calls, preempted ones before all others. The policy priority
+    puts the lowest (priority, arrival) first, and equals in the order of those calls.
 
-    `priority_aging_s`: seconds of waiting that are worth one unit of priority; 0: none. Since everybody ages alike, the
-    order of priority - waited / aging never changes while waiting, and `priority + arrival / aging` stands for it.
+    `priority_aging_s` seconds of waiting are worth one unit of priority; with 0, nobody ages. Since all age alike, the
+    order by priority - waited / aging never changes while they wait, and `priority + arrival / aging` gives it.
     """
 
     def __init__(self, policy: Literal["fcfs", "priority"], priority_aging_s: float) -> None:
@@ -25,7 +25,7 @@ class WaitingQueue:
         return len(self._heap)
 
     def next_key(self, sequence: Sequence) -> QueueKey:
-        """The place of a newcomer, no two alike; also what chooses victims in priority mode."""
+        """The place of a new sequence; no two are equal. Under the policy priority it also decides who is evicted."""
         self._num_keys += 1
         if not self._by_priority:
             return (float(self._num_keys), 0.0, 0)
@@ -34,12 +34,12 @@ class WaitingQueue:
         return (urgency, request.arrival, self._num_keys)
 
     def push(self, sequence: Sequence) -> None:
-        """Joins at its key."""
+        """The sequence joins at the place of its key."""
         sequence.stage = "waiting"
         heapq.heappush(self._heap, (sequence.queue_key, sequence))
 
     def push_preempted(self, sequence: Sequence) -> None:
-        """Joins before everybody (fcfs) or at its key (priority)."""
+        """The sequence joins before all others (fcfs) or at the place of its key (priority)."""
         if not self._by_priority:
             self._num_preempted += 1
             sequence.queue_key = (-float(self._num_preempted), 0.0, 0)
@@ -52,10 +52,10 @@ class WaitingQueue:
         return heapq.heappop(self._heap)[1]
 
     def discard(self, sequence: Sequence) -> None:
-        """Leaves from anywhere in the queue."""
+        """The sequence leaves, wherever it stands."""
         self._heap = [entry for entry in self._heap if entry[1] is not sequence]
         heapq.heapify(self._heap)
 
     def in_order(self) -> list[Sequence]:
-        """Everybody, head first."""
+        """All sequences, head first."""
         return [sequence for _, sequence in sorted(self._heap)]

@@ -1,4 +1,4 @@
-"""Block hashes: the same in every process, different for anything that makes KV differ."""
+"""Block hashes are the same in every process, and differ for anything that makes KV differ."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ TOKENS = np.arange(10, dtype=np.int32)
 
 
 def test_values_are_fixed() -> None:
-    """A change here invalidates the caches of a running deployment of mixed versions."""
+    """A change here would invalidate the caches of a running deployment of mixed versions."""
     assert root_hash(b"model").hex() == "c70e82d6964171d7a8b10b174a886e9e"
     hashes = chain_hashes(root_hash(b"model"), TOKENS, 4)
     assert [h.hex() for h in hashes] == ["fd3dcbeda9c5363d4ff01327129379e1", "7415d8268c5453826b9a8aeb8799959a"]

@@ -1,4 +1,4 @@
-"""Order, exactly once, epochs and gaps."""
+"""Messages are delivered in order and exactly once, through new epochs and gaps."""
 
 import pytest
 from hypothesis import given
@@ -21,7 +21,7 @@ def numbered(sender: Address, count: int, receiver: Address = HERE) -> list[Enve
 
 @st.composite
 def arrivals(draw: st.DrawFn) -> list[Envelope]:
-    """Messages of two senders in any order, each at least once, some more often."""
+    """The messages of two senders in any order, each at least once and some twice."""
     sent = numbered(PREFILL, draw(st.integers(1, 12))) + numbered(ROUTER, draw(st.integers(1, 12)))
     twice = draw(st.lists(st.sampled_from(sent), max_size=12))
     return draw(st.permutations(sent + twice))

@@ -1,3 +1,5 @@
+"""Counted values fall into the right intervals, and histograms add up."""
+
 from collections import Counter
 
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Lines that machines read."""
+"""Log lines that machines can read."""
 
 import io
 import json
@@ -19,11 +19,11 @@ log = logging.getLogger("router.somewhere")
 
 @pytest.fixture
 def stream() -> Iterator[io.StringIO]:
-    """Where the lines go; what was configured before comes back."""
+    """The stream that the lines go to. Afterwards the earlier configuration is restored."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     for handler in handlers:
-        root.removeHandler(handler)  # else `configure` closes it
+        root.removeHandler(handler)  # otherwise `configure` closes it
     yield io.StringIO()
     root.handlers[:], root.level = handlers, level
     for package in PACKAGES:
@@ -40,11 +40,8 @@ def test_a_line_says_who_when_and_what_it_is_about(stream: io.StringIO) -> None:
     (line,) = lines(stream)
     assert line.pop("time")[10] == "T"
     fields = {"request_id": "a\n1", "attempt": 2, "error": "lease_expired"}
-    assert (
-        line
-        == {"level": "warning", "logger": "router.somewhere", "replica": "router@7", "message": "attempt failed"}
-        | fields
-    )
+    expected = {"level": "warning", "logger": "router.somewhere", "replica": "router@7", "message": "attempt failed"}
+    assert line == expected | fields
 
 
 def test_the_level_is_for_our_packages_and_libraries_only_warn(stream: io.StringIO) -> None:

@@ -1,4 +1,4 @@
-"""Every message survives the wire between two processes as it was, and cannot be changed on the way."""
+"""Every message reaches another process as it was, and cannot be changed on the way."""
 
 import dataclasses
 import pickle

@@ -1,3 +1,5 @@
+"""The stages of a request add up to its time."""
+
 from protocol.clock import VirtualClock
 from protocol.timeline import Timeline
 

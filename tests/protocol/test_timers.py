@@ -1,3 +1,5 @@
+"""Timers fire in order, can be moved and can be cancelled."""
+
 from protocol.timers import Timers
 
 

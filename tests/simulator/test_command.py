@@ -16,5 +16,5 @@ def test_sigterm_ends_its_workers_too() -> None:
         simulator.send_signal(signal.SIGTERM)
     assert simulator.returncode == 128 + signal.SIGTERM
     give_up_at = time.monotonic() + HANG_S
-    while workers & processes().keys():  # one that had only just been started ends a moment after us, by itself
+    while workers & processes().keys():  # a worker that had only just been started ends by itself, a moment later
         assert time.monotonic() < give_up_at, "workers outlive the command"

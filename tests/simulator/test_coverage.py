@@ -1,5 +1,5 @@
-"""Do the drawn faults reach every state? Counted over seeds: rows of both tables that were taken, and where cancels and
-deadlines hit.
+"""The drawn faults reach every state. Over many seeds, the tests count which rows of both tables were taken, and in
+which states cancels and deadlines hit.
 """
 
 import logging
@@ -28,19 +28,21 @@ NUM_SEEDS = 150
 FAULTS = replace(ALL_FAULTS, cancel=0.3, deadline=0.6, step_failure=0.05, kills=3, router_kills=3, drains=3)
 
 NOT_REACHED = {
-    # A router that dies between a handoff and its request: too rare here, and a row of the service's own tests.
+    # A router that dies between a handoff and its request is too rare here. The service's own tests have this row.
     (InDecode.EARLY, D.ROUTER_GONE),
-    # One request finds the blocks that another one's failing step computes: once in 300 runs with every fifth
-    # step failing, and rows of the service's own tests.
+    # That a request finds blocks which a failing step of another one computes happens once in 300 runs in which every
+    # fifth step fails. The service's own tests have this row.
     (InDecode.RESERVED, D.STEP_FAILED),
-    # Both pools of a simulated run have one layout.
+    # Both pools of a simulated run have the same layout.
     *((state, D.BAD_HANDOFF) for state in InDecode),
 }
 
 
 @dataclass
 class Counted:
-    """Rows taken, by (state, event); ends of requests, by (state in the router, error)."""
+    """How often each row, (state, event), was taken, and how often requests ended with each (state in the
+    router, error).
+    """
 
     prefill: Counter[tuple[str, str]] = field(default_factory=Counter)
     decode: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -95,16 +97,11 @@ def test_cancels_and_deadlines_hit_in_every_state_of_the_router(counted: Counted
 
 
 def test_cancels_and_deadlines_hit_in_every_state_of_an_engine(counted: Counted) -> None:
-    """DRAINING ignores both; EARLY and GONE know no request; LEASED and REVOKING have no deadline of their own: the
-    router's ends it.
+    """DRAINING ignores both; EARLY and GONE know no request; LEASED and REVOKING have no deadline of their own, since
+    the router's deadline ends them.
     """
-    aborts = [state for state in InPrefill if state is not InPrefill.GONE]
-    deadlines = (InPrefill.WAITING, InPrefill.RUNNING)
-    assert (
-        lacking(
-            counted.prefill, [*((state, P.ABORT) for state in aborts), *((state, P.DEADLINE) for state in deadlines)]
-        )
-        == []
-    )
+    aborts = [(state, P.ABORT) for state in InPrefill if state is not InPrefill.GONE]
+    deadlines = [(state, P.DEADLINE) for state in (InPrefill.WAITING, InPrefill.RUNNING)]
+    assert lacking(counted.prefill, [*aborts, *deadlines]) == []
     open_states = (InDecode.WAITING, InDecode.RESERVED, InDecode.RUNNING)
     assert lacking(counted.decode, [(state, event) for state in open_states for event in (D.ABORT, D.DEADLINE)]) == []

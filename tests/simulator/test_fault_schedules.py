@@ -1,4 +1,4 @@
-"""The real router, services and schedulers under seeded fault schedules. Bound: 3 minutes on two cores."""
+"""The real router, services and schedulers under seeded fault schedules. This may take 3 minutes on two cores."""
 
 import os
 import pickle
@@ -46,7 +46,7 @@ def test_the_same_seed_is_the_same_run() -> None:
 
 
 def test_the_same_seed_is_the_same_run_in_every_process() -> None:
-    """Whatever order the hashes of strings give to sets."""
+    """It does not depend on the order that the hashes of strings give to sets."""
     command = [sys.executable, "-m", "twopass", "simulate", "--seed", "13", "--replay"]
     logs = [
         subprocess.run(

@@ -1,4 +1,4 @@
-"""All preemption modes in the simulator: each happens, often, and the checks that watch over them can fail."""
+"""All preemption modes in the simulator: each happens often, and the checks of them can fail."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -8,6 +8,7 @@ import pytest
 
 from engine.runner import Batch, StepOutput
 from engine.runners.host_copies import HostCopies
+from engine.scheduler import failed_step
 from engine.scheduler.host_pool import HostPool
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import Sequence
@@ -23,7 +24,7 @@ FAILING_STEPS = Faults(step_failure=0.1)
 
 
 def run(num_seeds: int, *loads: Faults) -> Counter[str]:
-    """What the engines that were there at the end counted."""
+    """Plays seeds. Returns the counts of the engines that were there at the end."""
     counted: Counter[str] = Counter()
     for seed, faults in product(range(1, num_seeds + 1), loads):
         simulation = Simulation(drawn(seed, num_decode=1 + seed % 2, num_requests=24, faults=faults, tight=True))
@@ -48,7 +49,7 @@ def test_every_mode_and_every_reason_happens() -> None:
 
 
 def copied_out_too_late(patch: pytest.MonkeyPatch) -> None:
-    """With the batch after the one that asked for it: the blocks have been written to meanwhile."""
+    """Blocks are copied out with the batch after the one that asked for it, when they have been written to."""
     waiting: dict[HostCopies, Int32 | None] = {}
 
     def run(self: HostCopies, batch: Batch) -> tuple[int, float]:
@@ -76,7 +77,7 @@ def host_blocks_free_once_copied(patch: pytest.MonkeyPatch) -> None:
 
 
 def failed_copies_count(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Scheduler, "_lose_copies", lambda self, host_blocks: None)
+    patch.setattr(failed_step, "_lose_copies", lambda state, host_blocks: None)
 
 
 def host_blocks_kept_by_the_dead(patch: pytest.MonkeyPatch) -> None:

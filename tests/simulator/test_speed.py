@@ -1,4 +1,4 @@
-"""The speed figure is of right answers: both runners say what the model says, and steps are counted."""
+"""The speed is measured on right answers: both runners say what the model says, and steps are counted."""
 
 import pytest
 

@@ -1,8 +1,8 @@
-"""A model whose every KV entry depends on all tokens before it: one wrong block, position or reused slot changes the
-answer.
+"""A model in which every KV entry depends on all tokens before it: one wrong block, position or reused slot
+changes the answer.
 
-kv(p) = f(kv(p - 1), token(p), p), read and written through the block tables; the next token is kv(p) modulo the
-vocabulary.
+kv(p) = f(kv(p - 1), token(p), p) is read and written through the block tables. The next token is kv(p) modulo the size
+of the vocabulary.
 """
 
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ def step_kv(before: int, token_id: int, position: int) -> int:
 
 
 def answer_of(prompt: list[int], max_tokens: int, *, max_model_len: int, stops: frozenset[int]) -> list[int]:
-    """What must come out, whatever the schedule."""
+    """The answer that must come out, whatever the schedule."""
     kv = 0
     for position, token_id in enumerate(prompt):
         kv = step_kv(kv, token_id, position)
@@ -35,20 +35,22 @@ def answer_of(prompt: list[int], max_tokens: int, *, max_model_len: int, stops: 
 
 @dataclass
 class ChainModel:
-    """The cache and the runner. Executes batches in order, as late as the caller likes."""
+    """The cache and the runner. It executes batches in order, as late as the caller likes."""
 
     num_blocks: int
     block_size: int
     answers: dict[RequestKey, list[int]] = field(default_factory=dict)
-    """Right answers, for good drafts."""
+    """The right answers, from which drafts are made."""
+    num_prompt: dict[RequestKey, int] = field(default_factory=dict)
+    """Lengths of the prompts of these answers."""
     kv: dict[tuple[int, int], int] = field(default_factory=dict)
-    """(block, offset) -> entry."""
+    """The entry at each (block, offset)."""
     host: dict[tuple[int, int], int] = field(default_factory=dict)
-    """The same of host blocks."""
+    """The entry at each (host block, offset)."""
     copy_block_s: float = 0.0
-    """What a copy between cache and host is said to take; a token takes 1 ms."""
+    """How long a copy of one block is said to take, in seconds. A token takes 1 ms."""
     last_output: dict[int, int] = field(default_factory=dict)
-    """Row -> token sampled in the step before."""
+    """The token that the step before sampled for each row."""
 
     def read(self, table: np.ndarray, position: int) -> int:
         return 0 if position < 0 else self.kv[int(table[position // self.block_size]), position % self.block_size]
@@ -59,7 +61,7 @@ class ChainModel:
         self.kv[block, position % self.block_size] = value
 
     def receive(self, block_ids: list[int], tokens: list[int], num_cached_tokens: int) -> None:
-        """Writes what a transfer would, behind the tokens that were cached."""
+        """Writes what a transfer would write: the KV of `tokens`, without those that were cached."""
         table, kv = np.array(block_ids), 0
         for position, token_id in enumerate(tokens):
             kv = step_kv(kv, token_id, position)
@@ -67,11 +69,11 @@ class ChainModel:
                 self.write(table, position, kv)
 
     def scribble(self, block_ids: list[int]) -> None:
-        """A transfer has begun to write: what was in these blocks is gone."""
+        """A transfer has begun to write: the content of these blocks is gone."""
         self.kv.update({(block, offset): -1 for block in block_ids for offset in range(self.block_size)})
 
     def _swap(self, batch: Batch) -> float:
-        """Copies blocks whole, with what was never written in them. Returns the seconds it took."""
+        """Copies whole blocks, unwritten entries included. Returns the seconds that this took."""
         num_copies = 0
         for pairs, source, destination in ((batch.swap_out, self.kv, self.host), (batch.swap_in, self.host, self.kv)):
             for source_block, block in () if pairs is None else pairs.tolist():
@@ -110,10 +112,8 @@ class ChainModel:
         return StepOutput(token_ids=token_ids, counts=counts, seconds=seconds, swap_seconds=swap_seconds)
 
     def propose(self, key: RequestKey, token_ids: np.ndarray, max_num_drafts: int) -> list[int]:
-        """Right ones, except that every fifth position gets a wrong one."""
+        """Returns right drafts, except that every fifth position gets a wrong one."""
         answer = self.answers[key]
         done = len(token_ids) - self.num_prompt[key]
         drafts = answer[done : done + max_num_drafts]
         return [(token + ((len(token_ids) + ahead) % 5 == 0)) % VOCAB_SIZE for ahead, token in enumerate(drafts)]
-
-    num_prompt: dict[RequestKey, int] = field(default_factory=dict)

@@ -18,7 +18,7 @@ def key_of(name: str) -> RequestKey:
 
 
 class Driver:
-    """One step at a time on the chain model; keeps everything that came out, by request name."""
+    """Executes one step at a time on the chain model, and keeps all that came out, by request name."""
 
     def __init__(
         self, num_blocks: int = 20, *, eos_token_ids: tuple[int, ...] = (), clock: Any = None, **knobs: Any
@@ -59,10 +59,10 @@ class Driver:
         offset: int = 0,
         **sampling: Any,
     ) -> Request:
-        """`first`: the prompt counts up from here, so equal ones share blocks."""
+        """Adds a request. Its prompt counts up from `first`, so prompts with equal ones share blocks."""
         request_number = len(self._names)
         prompt = np.arange(first, first + num_prompt, dtype=np.int32) % VOCAB_SIZE
-        prompt.setflags(write=False)  # as those out of a message may be
+        prompt.setflags(write=False)  # a prompt that comes in a message may be read-only
         request = Request(
             key=key_of(name),
             request_number=request_number,
@@ -107,7 +107,7 @@ class Driver:
         return num_scheduled, events
 
     def run(self, max_num_steps: int = 500) -> None:
-        """Steps until nothing can be scheduled."""
+        """Executes steps until nothing can be scheduled."""
         for _ in range(max_num_steps):
             if not self.step()[0]:
                 return

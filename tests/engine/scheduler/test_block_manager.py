@@ -1,4 +1,4 @@
-"""Who may take which block, and what can be found in it."""
+"""The block manager: which blocks can be taken, and what can be found in them."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def lookup(blocks: BlockManager, *letters: str) -> list[int]:
 
 
 def cached(blocks: BlockManager, *letters: str) -> list[int]:
-    """Takes blocks, names them and frees them: the last letter is reusable first."""
+    """Takes blocks, gives them hashes and frees them. The block of the last letter is taken again first."""
     taken = blocks.allocate(len(letters))
     blocks.insert(names(*letters), taken)
     blocks.release(taken)

@@ -1,4 +1,4 @@
-"""The block manager does what a model of plain lists does, whatever happens to it."""
+"""Whatever happens, the block manager does what a model of plain lists does."""
 
 from dataclasses import dataclass, field
 
@@ -11,7 +11,7 @@ from engine.scheduler.block_manager import BlockManager
 from protocol.block_hash import to_rows
 
 HASHES = [np.array([first, 0, 0, last], np.int32).tobytes() for first in (0, -1) for last in (0, 1)]
-"""Few first words: all crowd into the same request_numbers of the index, its end and its beginning among them."""
+"""Hashes with few first words. All of them crowd into the same buckets of the index, at its end and its beginning."""
 
 NAMES = st.lists(st.sampled_from(HASHES), min_size=3, max_size=6)
 CHAINS = st.lists(st.sampled_from(HASHES), max_size=6, unique=True)
@@ -20,14 +20,14 @@ CHAINS = st.lists(st.sampled_from(HASHES), max_size=6, unique=True)
 @dataclass
 class Model:
     blank: list[int]
-    """Taken from the end."""
+    """Blank blocks; the last one is taken first."""
     cached: list[int] = field(default_factory=list)
-    """Taken from the front."""
+    """Cached blocks; the first one is taken first."""
     references: dict[int, int] = field(default_factory=dict)
     hash_of: dict[int, bytes] = field(default_factory=dict)
-    """In the order in which they were named."""
+    """Hashes by block, in the order in which the blocks got them."""
     kept: list[tuple[int, list[int]]] = field(default_factory=list)
-    """(last step that uses them, blocks)"""
+    """(the last step that uses the blocks, held blocks)."""
     added: list[bytes] = field(default_factory=list)
     removed: list[bytes] = field(default_factory=list)
 
@@ -75,7 +75,7 @@ class Model:
             self.removed.append(name)
 
     def release(self, blocks: list[int], step: int | None) -> None:
-        """`step`: the last one in flight."""
+        """`step` is the last one in flight; None if none is."""
         gone = []
         for block in reversed(blocks):
             self.references[block] -= 1

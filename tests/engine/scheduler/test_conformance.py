@@ -1,4 +1,6 @@
-"""Every decision of the recorded loads, step for step. tests/data/scheduler/README.md says what the fields mean."""
+"""The scheduler takes every decision of the recorded loads, step for step. tests/data/scheduler/README.md says what
+the fields mean.
+"""
 
 import json
 from pathlib import Path

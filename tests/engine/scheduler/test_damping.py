@@ -1,5 +1,5 @@
-"""An overload of 2,000 steps with seats for far more than the KV holds: damping must cost little, and spare most of the
-recomputing.
+"""An overload of 2,000 steps with far more seats than the KV has room for. Damping must cost little and avoid most of
+the recomputing.
 """
 
 import numpy as np
@@ -7,7 +7,7 @@ import pytest
 
 from engine.scheduler.thrash import ThrashMeter
 from protocol.clock import VirtualClock
-from tests.engine.scheduler.test_knobs import Engine
+from tests.engine.scheduler.timed_engine import Engine
 
 NUM_STEPS, NUM_BLOCKS = 2000, 257
 FIXED = (6, 8, 10, 12, 16, 24, 64)
@@ -16,7 +16,7 @@ FIXED = (6, 8, 10, 12, 16, 24, 64)
 def overload(
     prompts: tuple[int, int], answers: tuple[int, int], max_num_seqs: int, thrash_limit: float
 ) -> tuple[float, int]:
-    """(tokens generated per step, tokens computed again). Eight wait at any time."""
+    """Returns (tokens generated per step, tokens computed again). Eight requests wait at any time."""
     engine = Engine(
         NUM_BLOCKS,
         max_num_batched_tokens=256,
@@ -54,12 +54,12 @@ def test_seats_sink_to_those_that_run_and_come_back_within_a_window() -> None:
     meter = ThrashMeter(clock, window_s=5.0, limit=0.3, max_num_seqs=64)
     meter.add(recomputed=20, generated=100)
     meter.adapt(40, preempted=True)
-    assert meter.seats == 64, "preemptions that cost little are borne"
+    assert meter.seats == 64, "preemptions that cost little change nothing"
     meter.add(recomputed=20, generated=0)
     meter.adapt(40, preempted=False)
     assert meter.seats == 40, "past the limit"
     meter.adapt(38, preempted=False)
-    assert meter.seats == 40, "who has ended may be followed"
+    assert meter.seats == 40, "a sequence that has ended may be replaced"
     meter.adapt(37, preempted=True)
     assert meter.seats == 37
     clock.now = 5.0

@@ -1,5 +1,5 @@
-"""Two steps in flight, through both pools' services, real loops and shared memory: same tokens as one at a time,
-whatever goes wrong.
+"""Two steps in flight, through the services of both pools, real loops and shared memory, give the same tokens as one
+step at a time, whatever goes wrong.
 """
 
 import queue
@@ -36,7 +36,7 @@ NUM_REQUESTS = 24
 
 
 class Cell:
-    """One router on the test's thread, one engine of each pool in threads of its own."""
+    """One router on the thread of the test, and one engine of each pool in threads of its own."""
 
     def __init__(self, loops: dict[Address, EngineLoop], inbox: "queue.SimpleQueue[Envelope]") -> None:
         self.loops, self._inbox = loops, inbox

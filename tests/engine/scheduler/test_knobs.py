@@ -1,5 +1,5 @@
-"""Every knob of the scheduler: what it does, and what it costs when it is overdone. Figures can be worked out by
-hand.
+"""What every knob of the scheduler does, and what it costs when it is overdone. The figures can be worked out by hand.
+test_draft_budget.py has the knob for drafts.
 """
 
 from typing import Any
@@ -7,88 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.config import EngineConfig
-from engine.runners.arithmetic import ArithmeticRunner
-from engine.runners.arithmetic_model import expected_tokens
-from engine.scheduler.scheduler import Scheduler
-from engine.scheduler.sequence import Request
-from protocol.arrays import Int32
-from protocol.clock import VirtualClock
 from protocol.errors import InvalidRequest
-from protocol.messages import RequestKey, SamplingParams
-
-STEP_S = 0.02
-
-
-class Engine:
-    """A scheduler and the arithmetic model, on a clock on which every step takes `STEP_S`. Blocks of 16 tokens."""
-
-    def __init__(self, num_blocks: int = 4096, *, proposer: Any = None, num_host_blocks: int = 0, **knobs: Any) -> None:
-        defaults = {"max_num_batched_tokens": 8192, "max_num_seqs": 256, "max_model_len": 40_000, "block_size": 16}
-        self.clock = VirtualClock()
-        self.scheduler = Scheduler(
-            EngineConfig(num_host_blocks=num_host_blocks, **(defaults | {"thrash_limit": 0} | knobs)),
-            num_blocks=num_blocks,
-            num_host_blocks=num_host_blocks,
-            proposer=proposer,
-            clock=self.clock,
-        )
-        self.runner = ArithmeticRunner(np.zeros((num_blocks, 16), np.int64), num_host_blocks=num_host_blocks)
-        self.num_steps = self.num_preempted = self.num_generated = self.num_scheduled = self.most_running = 0
-        self.started_at: dict[str, int] = {}
-        """Step in which each request was first in a batch."""
-        self.num_cached: dict[str, int] = {}
-        self.ended: list[str] = []
-        self._count = 0
-
-    def add(
-        self, name: str, num_prompt: int, max_tokens: int = 1, *, prompt: Int32 | None = None, priority: int = 0
-    ) -> None:
-        """Prompts differ from their first token on unless given."""
-        self._count += 1
-        if prompt is None:
-            prompt = np.arange(num_prompt, dtype=np.int32) + self._count
-        sampling = SamplingParams()
-        key, arrival = RequestKey(1, name, 1), self.num_steps * STEP_S
-        request = Request(
-            key=key,
-            request_number=self._count,
-            prompt_token_ids=prompt,
-            max_tokens=max_tokens,
-            sampling=sampling,
-            priority=priority,
-            arrival=arrival,
-        )
-        self.scheduler.add(request)
-
-    def add_many(self, count: int, num_prompt: int, max_tokens: int) -> None:
-        for index in range(count):
-            self.add(f"r{index}", num_prompt, max_tokens)
-
-    def step(self) -> dict[str, int]:
-        """Tokens by request; empty: there is nothing to do."""
-        batch = self.scheduler.schedule()
-        events = self.scheduler.take_events()
-        self.num_preempted += len(events.preempted)
-        for key, cached in events.admitted:
-            self.started_at[key.request_id], self.num_cached[key.request_id] = self.num_steps, cached
-        self.most_running = max(self.most_running, self.scheduler.num_running)
-        if batch is None:
-            return {}
-        self.clock.now += STEP_S
-        committed = self.scheduler.commit(self.runner.execute(batch))
-        self.num_steps += 1
-        self.num_scheduled += batch.num_tokens
-        self.num_generated += len(committed.token_ids)
-        self.ended += [ended.key.request_id for ended in committed.finished]
-        return batch.num_scheduled_tokens()
-
-    def run(self, until: str | None = None) -> int:
-        """Steps until a request has ended, or all have."""
-        before = self.num_steps
-        while until not in self.ended and self.step():
-            pass
-        return self.num_steps - before
+from tests.engine.scheduler.timed_engine import Engine
 
 
 @pytest.mark.parametrize(("budget", "num_steps"), [(8192, 4), (2048, 15)])
@@ -102,12 +22,12 @@ def test_max_num_batched_tokens_cuts_prompts_and_bounds_what_decodes_wait_for(bu
     num_scheduled = engine.step()
     assert num_scheduled["long"] == budget - 200
     assert 30_000 - num_scheduled["long"] == {8192: 22_008, 2048: 28_152}[budget]
-    # overdone: each of the 200 waits for a step of the whole budget before its next token
+    # Overdone: each of the 200 waits for a step of the whole budget before its next token.
     assert sum(num_scheduled.values()) == budget
 
 
 def test_max_num_seqs_far_above_what_the_kv_holds_thrashes_and_is_damped() -> None:
-    """64 answers of 200 tokens after prompts of 56: a pool of 128 blocks holds 8 of them whole."""
+    """The load is 64 answers of 200 tokens after prompts of 56. A pool of 128 blocks holds 8 of them whole."""
     recomputed, preempted, num_steps = {}, {}, {}
     for name, seats, limit in (("fits", 8, 0.0), ("too many", 64, 0.0), ("damped", 64, 0.3)):
         engine = Engine(
@@ -138,7 +58,7 @@ def test_thrashing_is_seen() -> None:
 
 @pytest.mark.parametrize("num_blocks", [65, 129])
 def test_the_pool_bounds_how_many_run_at_once(num_blocks: int) -> None:
-    """N_max = blocks x block size / context; contexts of 256 tokens, reserved in one piece, never preempt."""
+    """Blocks x block size / context can run at once. Contexts of 256 tokens, reserved in one piece, never preempt."""
     engine = Engine(num_blocks, prompt_reservation="hold")
     engine.add_many(40, 255, 1)
     engine.run()
@@ -184,7 +104,9 @@ def test_without_chunked_prefill_a_prompt_waits_for_a_step_that_it_fits_into() -
     ],
 )
 def test_priority_starves_the_low_until_they_age(knobs: dict[str, Any], starts_at: int | None) -> None:
-    """One seat, and an urgent request of one step in every step. Priority 5 is worth 5 aging times: 5 s, 250 steps."""
+    """There is one seat, and an urgent request of one step comes in every step. Priority 5 is worth 5 aging times,
+    which are 5 s or 250 steps.
+    """
     engine = Engine(max_num_seqs=1, **knobs)
     engine.add("urgent", 8, priority=0)
     engine.add("low", 8, priority=5)
@@ -278,92 +200,8 @@ def test_pad_with_prefill_makes_padding_useful_and_prompts_slow(pad_with_prefill
         assert engine.num_scheduled == 5 * 8 + 20 * 8
 
 
-class Guesses:
-    """Drafts for every sequence, all right or all wrong."""
-
-    def __init__(self, *, right: bool) -> None:
-        self._right = right
-
-    def propose(self, key: RequestKey, token_ids: Int32, max_num_drafts: int) -> list[int]:
-        if not self._right:
-            return [0] * max_num_drafts
-        num_prompt = 8
-        return expected_tokens(token_ids[:num_prompt], len(token_ids) - num_prompt + max_num_drafts)[
-            len(token_ids) - num_prompt :
-        ]
-
-
-def test_num_speculative_tokens_saves_steps_when_right_and_eats_budget_when_wrong() -> None:
-    num_steps, prompt_tokens = {}, {}
-    for name, count, right in (("off", 0, True), ("right", 4, True), ("wrong", 4, False)):
-        engine = Engine(max_num_batched_tokens=256, num_speculative_tokens=count, proposer=Guesses(right=right))
-        engine.add_many(32, 8, 41)
-        engine.step()
-        engine.add("prompt", 2000)
-        prompt_tokens[name] = engine.step()["prompt"]
-        num_steps[name] = engine.run() + 2
-    assert num_steps["right"] < num_steps["off"] < num_steps["wrong"] + 1
-    assert prompt_tokens == {"off": 256 - 32, "right": 256 - 5 * 32, "wrong": 256 - 5 * 32}
-
-
-@pytest.mark.parametrize(("budget", "tokens"), [(512, [8] * 64), (500, [8] * 52 + [7] * 12), (64, [1] * 64)])
-def test_everybody_has_a_token_before_anybody_has_a_draft(budget: int, tokens: list[int]) -> None:
-    """64 answers of 71 tokens with 8 wrong drafts each: 576 tokens wanted. 500 = 64 + 6 x 64 + 52."""
-    engine = Engine(
-        max_num_batched_tokens=budget, max_num_seqs=64, num_speculative_tokens=8, proposer=Guesses(right=False)
-    )
-    engine.add_many(64, 1, 71)
-    assert list(engine.step().values()) == [1] * 64
-    for _ in range(62):
-        assert list(engine.step().values()) == tokens
-    engine.run()
-    assert engine.num_steps == 71
-
-
-@pytest.mark.parametrize(
-    ("budget", "num_scheduled"),
-    [(20, [5, 4, 4, 4, 3]), (45, [9, 9, 9, 9, 9]), (60, [9, 9, 9, 9, 24]), (5, [2, 1, 1, 1, 0])],
-)
-def test_drafts_and_a_prompt_share_what_the_answers_leave(budget: int, num_scheduled: list[int]) -> None:
-    """One token for each of 4 answers, then one more for everybody, round by round; what 8 drafts each leave is the
-    prompt's.
-    """
-    engine = Engine(
-        max_num_batched_tokens=budget, max_num_seqs=5, num_speculative_tokens=8, proposer=Guesses(right=False)
-    )
-    engine.add_many(4, 1, 50)
-    engine.add("prompt", 300)
-    assert list(engine.step().values()) == [1, 1, 1, 1, budget - 4]
-    assert (
-        list((dict.fromkeys([*(f"r{index}" for index in range(4)), "prompt"], 0) | engine.step()).values())
-        == num_scheduled
-    )
-
-
-@pytest.mark.parametrize(("chunked", "steps"), [(True, [(9, 8, 1), (7, 6, 5)]), (False, [(6, 6, 6), (6, 6, 6)])])
-def test_drafts_let_newcomers_in(chunked: bool, steps: list[tuple[int, ...]]) -> None:
-    """Two answers with 8 drafts each want the whole budget. Without chunks a prompt needs all its tokens at once."""
-    knobs = {"max_num_batched_tokens": 18, "max_num_seqs": 4, "enable_chunked_prefill": chunked}
-    engine = Engine(num_speculative_tokens=8, proposer=Guesses(right=False), **knobs)
-    engine.add_many(2, 1, 50)
-    engine.step()
-    assert engine.step() == {"r0": 9, "r1": 9}
-    engine.add("late", 6, 50)
-    assert tuple(engine.step().values()) == steps[0]
-    assert tuple(engine.step().values()) == steps[1]
-
-
-def test_a_prompt_that_does_not_fit_beside_the_answers_takes_nothing_from_drafts() -> None:
-    knobs = {"max_num_batched_tokens": 18, "max_num_seqs": 4, "enable_chunked_prefill": False}
-    engine = Engine(num_speculative_tokens=8, proposer=Guesses(right=False), **knobs)
-    engine.add_many(2, 1, 50)
-    engine.step()
-    engine.add("long", 17)
-    assert engine.step() == {"r0": 9, "r1": 9}
-
-
 def test_answers_come_before_prompts_that_run_longer() -> None:
-    """Beside 5 decodes a step is filled up to 8 tokens: 3 for two prompts that alone would take 5 each."""
+    """Beside 5 decodes a step is filled up to 8 tokens. The 3 left are for two prompts that alone would take 5 each."""
     engine = Engine(
         max_num_batched_tokens=32,
         max_num_seqs=8,

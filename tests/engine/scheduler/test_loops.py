@@ -1,4 +1,4 @@
-"""The compiled loops: compiled before the first step and never after, and not needed."""
+"""The compiled loops are compiled before the first step and never later, and the scheduler also works without them."""
 
 import subprocess
 import sys
@@ -10,8 +10,10 @@ import pytest
 
 from engine.scheduler import loops_blocks as blocks
 from engine.scheduler import loops_sequences as sequences
+from engine.scheduler import loops_step as steps
 from engine.scheduler.loops_hash import NUM_WORDS, Chain, hash_block
-from engine.scheduler.loops_sequences import Positions, RequestNumbers, Scheduled, State
+from engine.scheduler.loops_sequences import Positions, RequestNumbers, State
+from engine.scheduler.loops_step import Scheduled
 from engine.scheduler.sequence_table import SequenceTable
 from protocol.arrays import Bool, Int32
 from protocol.block_hash import block_hash
@@ -22,7 +24,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_no_step_waits_for_a_compiler() -> None:
-    """An array of another type or layout than at the start would make numba compile a loop once more."""
+    """An array of another type or layout than at the start would make numba compile a loop again."""
     pytest.importorskip("numba")
     engine = Driver(11, preemption="swap", num_host_blocks=20, eos_token_ids=(10**6,))
     for index in range(4):
@@ -46,17 +48,10 @@ def test_no_step_waits_for_a_compiler() -> None:
     )
     drafts.model.num_prompt[request.key] = 9
     drafts.run()
-    loops: list[Any] = [
-        blocks.take,
-        blocks.release,
-        blocks.free_held,
-        blocks.count_free,
-        blocks.find,
-        blocks.name,
-        blocks.forget,
-    ]
-    loops += [sequences.place, sequences.ration, sequences.cache_full_blocks, sequences.launch, sequences.append]
-    loops += [sequences.extend, sequences.enter, sequences.close_gaps, sequences.follow]
+    loops: list[Any] = [blocks.take, blocks.release, blocks.free_held, blocks.count_free]
+    loops += [blocks.find, blocks.name, blocks.forget]
+    loops += [sequences.cache_full_blocks, sequences.extend, sequences.enter, sequences.close_gaps, sequences.follow]
+    loops += [steps.place, steps.ration, steps.launch, steps.append]
     for loop in loops:
         assert len(loop.signatures) == 1, loop
 
@@ -71,12 +66,12 @@ if TYPE_CHECKING:
         gone: Int32,
         arrays: blocks.Arrays,
     ) -> None:
-        """The type checker finds each of these: an ignore that ignores nothing is an error to it."""
-        sequences.launch(scheduled, 0, table.state, sample)  # type: ignore[arg-type]
+        """The type checker finds an error in each line, for it reports an ignore that ignores nothing."""
+        steps.launch(scheduled, 0, table.state, sample)  # type: ignore[arg-type]
         sequences.follow(gone, positions)  # type: ignore[arg-type]
         blocks.take(*arrays, table.tokens, 0, 0)  # type: ignore[arg-type]
-        sequences.place(*arrays, table.block_tables, table.state, 0, 1, 0, 0, 0)  # type: ignore[arg-type]
-        sequences.ration(table.state)  # type: ignore[call-arg]
+        steps.place(*arrays, table.block_tables, table.state, 0, 1, 0, 0, 0)  # type: ignore[arg-type]
+        steps.ration(table.state)  # type: ignore[call-arg]
 
 
 def test_a_block_is_hashed_as_by_hashlib() -> None:
@@ -91,10 +86,8 @@ def test_a_block_is_hashed_as_by_hashlib() -> None:
 
 def test_positions_close_up_and_flights_follow() -> None:
     sequences.compile_all()
-    state, request_numbers = (
-        State(np.array([[0, 1, 2, 3, 4, 5, 6, 7]] * sequences.NUM_LINES, np.int32)),
-        RequestNumbers(np.arange(10, 18)),
-    )
+    state = State(np.array([[0, 1, 2, 3, 4, 5, 6, 7]] * sequences.NUM_LINES, np.int32))
+    request_numbers = RequestNumbers(np.arange(10, 18))
     gone = np.array([1, 2, 5], np.int32)
     sequences.close_gaps(state, request_numbers, gone, 7)
     moved = sequences.NUM_OWN_LINES
@@ -105,10 +98,8 @@ def test_positions_close_up_and_flights_follow() -> None:
 
 
 def test_without_numba_they_do_the_same() -> None:
-    code = (
-        "import sys, pytest; sys.modules['numba'] = None; sys.exit(pytest.main(['-q', '-x', '-p', 'no:cacheprovider', "
-        "*sys.argv[1:]]))"
-    )
+    options = "'-q', '-x', '-p', 'no:cacheprovider'"
+    code = f"import sys, pytest; sys.modules['numba'] = None; sys.exit(pytest.main([{options}, *sys.argv[1:]]))"
     tests = [f"tests/engine/scheduler/test_{name}.py" for name in ("block_manager", "conformance", "depth")]
     tests.append("tests/engine/scheduler/test_loops.py::test_a_block_is_hashed_as_by_hashlib")
     result = subprocess.run([sys.executable, "-c", code, *tests], cwd=ROOT, capture_output=True, text=True)

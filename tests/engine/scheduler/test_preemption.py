@@ -1,13 +1,12 @@
-"""Preemption mode by mode: the choice, and what the scheduler makes of it. Blocks of 4 tokens."""
+"""What the scheduler does in each preemption mode. Blocks have 4 tokens."""
 
 from typing import Any
 
-import numpy as np
 import pytest
 
-from engine.runner import Batch, StepOutput
+from engine.runner import Batch
 from engine.scheduler.host_pool import HostPool
-from engine.scheduler.preemption import Choice, Costs, Victim, choose_mode
+from engine.scheduler.preemption import Choice
 from protocol.errors import ProtocolError
 from tests.engine.scheduler.chain_model import answer_of
 from tests.engine.scheduler.scheduler_driver import Driver, key_of
@@ -16,9 +15,7 @@ NO_CACHE: dict[str, Any] = {"enable_prefix_caching": False}
 
 
 def driver(num_blocks: int = 7, **knobs: Any) -> Driver:
-    """a grows until b, the newest, has to go: six blocks, two prompts of 8 tokens; b leaves with 12 computed ones in
-    three blocks.
-    """
+    """Six blocks and two prompts of 8 tokens: a grows until b, the newest, has to go with 12 computed tokens."""
     defaults = NO_CACHE | {"preemption": "swap", "num_host_blocks": 6}
     made = Driver(num_blocks=num_blocks, **(defaults | knobs))
     made.add("a", 8, 12)
@@ -27,7 +24,7 @@ def driver(num_blocks: int = 7, **knobs: Any) -> Driver:
 
 
 def until_preempted(driver: Driver) -> Batch:
-    """Up to the schedule that evicts; its batch is in flight."""
+    """Executes steps up to the schedule that evicts. Its batch, which is returned, is in flight."""
     while True:
         _, events = driver.schedule()
         if events.preempted:
@@ -82,7 +79,7 @@ def test_what_the_prefix_cache_kept_is_not_copied_back() -> None:
 
 
 def test_swapped_in_blocks_can_be_found() -> None:
-    """Of b's three blocks a took one, which b computed past: a copy of it is findable again."""
+    """a took blocks that b had lost. Their copies are findable again once they are swapped in."""
     swap = driver(enable_prefix_caching=True)
     until_preempted(swap)
     swap.commit()
@@ -103,7 +100,7 @@ def test_a_full_host_pool_means_recomputing() -> None:
 
 
 def test_nothing_is_reserved_in_blocks_that_are_still_to_be_copied_out() -> None:
-    """A transfer into them could not wait. Not in the step that evicted, nor in a second one in flight."""
+    """A transfer into them could not wait: neither in the step that evicted, nor in a second one in flight."""
     swap = Driver(num_blocks=7, preemption="swap", num_host_blocks=6, scheduling_policy="priority", **NO_CACHE)
     swap.add("a", 8, 16)
     swap.add("b", 8, 12, first=4, priority=2)
@@ -112,7 +109,7 @@ def test_nothing_is_reserved_in_blocks_that_are_still_to_be_copied_out() -> None
     while not (events := swap.schedule()[1]).preempted:
         swap.commit()
         if len(swap.answers["b"]) == 4:
-            swap.scheduler.offer(remote.key)  # it heads the queue now, and finds no block
+            swap.scheduler.offer(remote.key)  # it is the head of the queue now, and finds no block
     assert swap.batches[0].swap_out is not None
     assert swap.scheduler.num_free_blocks >= 1 and not events.reserved
     num_scheduled, events = swap.schedule()
@@ -122,7 +119,7 @@ def test_nothing_is_reserved_in_blocks_that_are_still_to_be_copied_out() -> None
 
 
 def test_a_step_without_sequences_still_copies() -> None:
-    """b's blocks belong to c, too, which is being received: evicting b gains a nothing."""
+    """b's blocks also belong to c, which is being received: a gains nothing when b is evicted."""
     swap = Driver(num_blocks=6, preemption="swap", num_host_blocks=6)
     swap.add("a", 8, 4)
     swap.add("b", 8, 4, first=4)
@@ -203,7 +200,7 @@ def test_host_blocks_have_one_owner() -> None:
 
 
 def test_remote_gives_back_what_the_prefill_pool_has_room_for() -> None:
-    """b knows 13 tokens: four blocks."""
+    """b knows 13 tokens, which need four blocks."""
     for room, choice in ((4, Choice("remote", "configured")), (3, Choice("recompute", "no_room"))):
         remote = driver(preemption="remote", num_host_blocks=0)
         remote.scheduler.set_prefill_room(room, 99)
@@ -228,75 +225,3 @@ def test_the_room_is_spent_once() -> None:
     while len(choices) < 2:
         choices += remote.step()[1].choices
     assert choices == [Choice("remote", "configured"), Choice("recompute", "no_room")]
-
-
-# ---- auto
-
-VICTIM = Victim(num_tokens=101, num_computed=100, num_blocks=7, num_running=10)
-
-
-def costs(prompt_token_s: float | None, copy_block_s: float | None, *, recompute_tried: bool = False) -> Costs:
-    made = Costs()
-    made.prompt_token_s, made.copy_block_s, made.recompute_tried = prompt_token_s, copy_block_s, recompute_tried
-    return made
-
-
-@pytest.mark.parametrize(
-    ("measured", "num_host_free", "has_room", "choice"),
-    [
-        (costs(None, None), 9, True, Choice("swap", "unmeasured")),
-        (costs(None, None), 6, True, Choice("recompute", "unmeasured")),
-        (costs(None, 0.001), 9, True, Choice("recompute", "unmeasured")),
-        (costs(None, 0.001, recompute_tried=True), 9, True, Choice("swap", "unmeasured")),
-        (costs(None, 0.001, recompute_tried=True), 6, True, Choice("recompute", "unmeasured")),
-        (costs(0.001, None), 6, False, Choice("recompute", "cheapest")),
-        (costs(0.001, 0.001), 9, False, Choice("swap", "cheapest")),  # 0.1 s against 0.014 s, of ten sequences
-        (costs(0.001, 0.001), 6, False, Choice("recompute", "cheapest")),
-        (costs(0.001, 0.01), 9, False, Choice("recompute", "cheapest")),
-        (costs(0.001, 0.01), 9, True, Choice("remote", "cheapest")),  # 0.1 + 0.101 + 0.07 s of one sequence
-        (costs(0.001, 0.001), 9, True, Choice("swap", "cheapest")),
-        (costs(0.0001, 0.01), 9, True, Choice("recompute", "cheapest")),
-    ],
-)
-def test_auto_takes_what_delays_least(measured: Costs, num_host_free: int, has_room: bool, choice: Choice) -> None:
-    assert choose_mode("auto", VICTIM, measured, num_host_free=num_host_free, has_room=has_room) == choice
-
-
-def test_a_knob_is_obeyed_where_it_can_be() -> None:
-    cheap = costs(0.001, 0.001)
-    assert choose_mode("recompute", VICTIM, cheap, num_host_free=9, has_room=True) == Choice("recompute", "configured")
-    assert choose_mode("swap", VICTIM, cheap, num_host_free=7, has_room=True) == Choice("swap", "configured")
-    assert choose_mode("remote", VICTIM, cheap, num_host_free=9, has_room=True) == Choice("remote", "configured")
-
-
-def step(
-    scheduled: list[int], seconds: float, *, swapped: int = 0, swap_seconds: float = 0.0
-) -> tuple[Batch, StepOutput]:
-    num_scheduled = np.array(scheduled, np.int32)
-    shared = np.zeros((len(scheduled), 1), np.int32)
-    batch = Batch(
-        step=0,
-        rows=np.arange(len(scheduled), dtype=np.int32),
-        num_scheduled=num_scheduled,
-        num_computed=num_scheduled,
-        sample=num_scheduled > 0,
-        token_ids=shared,
-        block_tables=shared,
-        swap_out=np.zeros((swapped, 2), np.int32) if swapped else None,
-    )
-    output = StepOutput(token_ids=shared, counts=num_scheduled, seconds=seconds, swap_seconds=swap_seconds)
-    return batch, output
-
-
-def test_costs_are_averages_of_what_was_measured() -> None:
-    measured = Costs()
-    measured.observe(*step([1, 1], 0.0))
-    assert (measured.decode_step_s, measured.prompt_token_s, measured.copy_block_s) == (None, None, None)
-    measured.observe(*step([1, 1], 0.010))
-    measured.observe(*step([1, 1], 0.020))
-    assert measured.decode_step_s == pytest.approx(0.012)
-    measured.observe(*step([1, 100], 0.112 + 0.5, swapped=10, swap_seconds=0.5))
-    assert measured.prompt_token_s == pytest.approx(0.112 * 100 / 101 / 100), "at least its share of the step"
-    assert measured.copy_block_s == pytest.approx(0.05)
-    measured.observe(*step([], 0.1, swapped=10, swap_seconds=0.1))
-    assert measured.copy_block_s == pytest.approx(0.042)

@@ -1,6 +1,7 @@
-"""The scheduler's properties in every preemption mode, and: what lies on the host is right and has one owner.
+"""The scheduler's properties in every preemption mode. Beyond those of every load, each host block has one owner and
+holds the right KV.
 
-The model copies when a batch executes, as late as possible, while a transfer writes into its destination as soon as
+The model copies when a batch executes, which is as late as possible. A transfer writes into its destination as soon as
 that is reserved.
 """
 

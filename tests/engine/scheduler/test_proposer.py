@@ -1,4 +1,4 @@
-"""What the n-gram proposer finds."""
+"""The drafts that the n-gram proposer finds."""
 
 import numpy as np
 import pytest

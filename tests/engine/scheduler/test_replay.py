@@ -1,4 +1,4 @@
-"""What the command line shows of a replayed load."""
+"""The records of a replayed load, and how the command line shows them."""
 
 import json
 from pathlib import Path
@@ -33,10 +33,10 @@ def test_the_same_load_gives_the_same_decisions() -> None:
 
 
 def test_requests_that_arrive_in_one_step_are_ordered_by_their_place_in_the_list() -> None:
-    """Of equal priority the latest in the list waits and is evicted, whatever its name.
+    """Among requests of equal priority the latest in the list waits and is evicted, whatever its name.
 
-    Prompts of 7 tokens in blocks of 4, 6 usable: three run with 2 blocks each. Token 8 fits, token 9 takes a third
-    block: in step 2 one has to go for the other two.
+    Prompts have 7 tokens and blocks 4, and 6 blocks are usable: three requests run with 2 blocks each. Token 8 fits,
+    but token 9 needs a third block, so in step 2 one request has to go for the other two.
     """
     names = ["c", "a", "b", "z", "d"]
     requests = [

@@ -1,5 +1,7 @@
-"""The scheduler under arbitrary loads: nobody's KV is touched by others, every answer is right, everything ends,
-nothing leaks.
+"""The scheduler under arbitrary loads: no sequence's KV is touched by others, every answer is right, every request
+ends, and nothing leaks.
+
+The file is longer than 300 lines because it is one state machine: its rules and invariants share what is in flight.
 """
 
 from collections import Counter
@@ -22,7 +24,7 @@ from tests.engine.scheduler.chain_model import VOCAB_SIZE, ChainModel, answer_of
 
 EOS = 12
 OFFSET = 100
-"""Every request claims that this much of its answer was delivered before."""
+"""Every request claims that so many tokens of its answer were delivered before."""
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -78,7 +80,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def preemption_knobs(self, draw: Any) -> dict[str, Any]:
         return {}
 
-    # ---- what people do
+    # ---- what happens to a scheduler
 
     @rule(
         length=st.integers(1, 30),
@@ -110,7 +112,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             arrival=float(self.count),
         )
         stops = frozenset(stop) | (frozenset() if ignore_eos else {EOS})
-        # Who offers a prompt does not judge how long its answer may grow.
+        # An engine that offers a prompt does not decide how long its answer may grow.
         max_model_len = length + max_tokens if kind == "producer" else self.config.max_model_len
         answer = answer_of(prompt, max_tokens, max_model_len=max_model_len, stops=stops)
         if kind == "consumer" and len(answer) == 1:
@@ -126,7 +128,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(3, 8), length=st.integers(1, 9), kv=st.sampled_from(["local", "other"]))
     def burst(self, count: int, length: int, kv: str) -> None:
-        """Many short prompts with long answers: more than the pool can hold once they grow."""
+        """Adds many short prompts with long answers: more than the pool can hold once they grow."""
         for index in range(count):
             self.add(length + index % 3, index % 2, 12, kv, index % 3, (), True)
 
@@ -208,7 +210,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return min(self.config.max_num_seqs - len(table), len(table._free_rows))
 
     def _wanted_drafts(self) -> dict[str, int]:
-        """Of running answers."""
+        """How many drafts each running answer wants, by request id."""
         state = self.scheduler._state
         table, count = state.table, len(state.table)
         alone = count + len(state.waiting) + len(state.arrived) == 1
@@ -217,8 +219,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         return {table.request_ids[position]: int(wants[position]) for position in table.answering().nonzero()[0]}
 
     def _check_shares(self, batch: Batch, wanted: dict[str, int]) -> None:
-        """Every running answer has its token, except the last one left, where blocks lack; drafts differ by one, or
-        there were no more.
+        """Every running answer has its token, except the last one left if blocks lack. Numbers of drafts differ by at
+        most one, unless an answer had no more.
         """
         running, passed_over = self.scheduler.running_ids, self.scheduler.passed_over
         assert passed_over in ([], running[:1]), "an answer got no token"
@@ -324,7 +326,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert scheduler.num_running <= self.config.max_num_seqs
 
     def teardown(self) -> None:
-        """Everything ends: with all handoffs made and all leases ended, no step without progress."""
+        """Every request ends: with all handoffs made and all leases ended, each step makes progress."""
         if not hasattr(self, "scheduler"):
             return
         num_open = -1

@@ -1,5 +1,5 @@
-"""Drafts change the number of steps and nothing else: on the arithmetic model, on a small Llama, and through a decode
-engine.
+"""Drafts change the number of steps and nothing else, on the arithmetic model, on a small Llama, and through a
+decode engine.
 """
 
 from typing import Any
@@ -34,12 +34,12 @@ SAMPLED = SamplingParams(temperature=0.7, seed=11, top_k=20, repetition_penalty=
 
 
 class KnownAnswers:
-    """Right drafts, but for one that is wrong wherever the index in the answer is a multiple of `wrong_every`."""
+    """A proposer of right drafts, except where the index in the answer is a multiple of `wrong_every`."""
 
     def __init__(self, prompts: list[list[int]], answers: list[list[int]], wrong_every: int = 5) -> None:
         self._prompts, self._answers, self._wrong_every = prompts, answers, wrong_every
         self.asked: list[tuple[int, int]] = []
-        """(tokens of the answer so far, room)"""
+        """(tokens of the answer so far, room for drafts) of each call."""
 
     def propose(self, key: RequestKey, token_ids: Int32, max_num_drafts: int) -> list[int]:
         which = int(key.request_id)
@@ -50,7 +50,7 @@ class KnownAnswers:
 
 
 class Run:
-    """All prompts at once to their end."""
+    """Runs all prompts at once to their end."""
 
     def __init__(
         self,
@@ -139,9 +139,8 @@ def test_every_accepted_draft_saves_a_step_and_every_rejected_one_costs_budget()
     assert len(wrong.batches) == NUM_TOKENS
     assert right.counters["accepted_drafts"] == right.counters["drafts"]
     assert wrong.counters["accepted_drafts"] == 0
-    assert wrong.counters["scheduled_tokens"] - wrong.counters["drafts"] == sum(map(len, PROMPTS)) + (
-        NUM_TOKENS - 1
-    ) * len(PROMPTS)
+    num_needed = sum(map(len, PROMPTS)) + (NUM_TOKENS - 1) * len(PROMPTS)
+    assert wrong.counters["scheduled_tokens"] - wrong.counters["drafts"] == num_needed
 
 
 def test_drafts_are_never_more_than_are_still_to_come_less_one() -> None:

@@ -19,7 +19,7 @@ from protocol.log import LogLevel, configure
 from protocol.messages import Address, Envelope, Message
 from router.config import RouterConfig
 from router.frontdoor import FrontDoor, Model
-from router.metrics import RouterCollector
+from router.metrics_collector import RouterCollector
 from router.metrics_server import MetricsServer
 from router.policy import ReplicaView
 from router.router import Router

@@ -19,7 +19,8 @@ from protocol.histogram import Histogram
 from protocol.messages import Address, EngineRequest, ReplicaStatus, StageSeconds
 from router.config import RouterConfig
 from router.frontdoor import FrontDoor, Model
-from router.metrics import METRICS, PREFIX, RouterCollector
+from router.metrics import METRICS, PREFIX
+from router.metrics_collector import RouterCollector
 from router.metrics_server import MetricsServer
 from router.tokenizer import NumberTokenizer
 from tests.hang import HANG_S

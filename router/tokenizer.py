@@ -38,7 +38,7 @@ class Tokenizer(Protocol):
 
     @property
     def token_bytes(self) -> Sequence[bytes]:
-        """By token id, its part of a text in UTF-8. It may begin or end inside a character; special tokens have none."""
+        """By token id, its part of a text in UTF-8. It may be a part of a character; special tokens have none."""
 
     @property
     def has_chat_template(self) -> bool: ...

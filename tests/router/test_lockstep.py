@@ -10,7 +10,7 @@ from protocol.errors import ProtocolError
 from protocol.messages import Address, End, SamplingParams, StepTokens
 from router.lockstep import Lockstep
 from router.request import ActiveRequest, Delivered
-from tests.router.test_router import D, P, World
+from tests.router.router_world import D, P, World
 
 
 @pytest.fixture

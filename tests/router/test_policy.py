@@ -64,10 +64,7 @@ def ask(
     return PlacementRequest(num_tokens, num_delivered, max_tokens, hashes, NOW)
 
 
-@pytest.mark.parametrize(
-    ("given", "chosen"),
-    [((3, 1, 2), "b"), ((1, 1, 1), "a"), ((2, 2, 1), "c")],
-)
+@pytest.mark.parametrize(("given", "chosen"), [((3, 1, 2), "b"), ((1, 1, 1), "a"), ((2, 2, 1), "c")])
 def test_round_robin_takes_who_was_given_the_fewest(given: tuple[int, int, int], chosen: str) -> None:
     pool = [replica(name, num_dispatched=count) for name, count in zip("abc", given, strict=True)]
     assert round_robin(pool, ask()).address.replica_id == chosen

@@ -1,3 +1,5 @@
+"""The checks of a new request, and the order and bounds of the queue."""
+
 import numpy as np
 import pytest
 

@@ -1,4 +1,4 @@
-"""Logprobs follow their tokens through the router: once each, whichever engine is first, and across attempts."""
+"""Logprobs pass through the router with their tokens, once each, whichever engine is first, and across attempts."""
 
 import pytest
 

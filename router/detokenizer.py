@@ -11,8 +11,7 @@ from router.tokenizer import Tokenizer, join_bytes
 
 class Detokenizer:
     """Turns the tokens of one answer into text. `stopped` becomes true at the first complete stop string; the text ends
-    before it, or with it if `include_stop`. A stop string that is complete within the first `min_tokens` tokens is
-    ignored.
+    before it, or with it if `include_stop`. Stop strings that are complete within `min_tokens` tokens are ignored.
     """
 
     def __init__(

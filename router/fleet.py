@@ -16,9 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class Fleet:
-    """Replicas by address. An address is present from its `Hello` until it is down; its epoch must be the newest one
-    started.
-    """
+    """Replicas by address. An address is present from its `Hello` until it is down; only its newest epoch counts."""
 
     def __init__(self, clock: Clock, outbox: list[tuple[Address, Message]], *, replica_timeout_s: float) -> None:
         self._clock = clock

@@ -11,9 +11,7 @@ from typing import Literal, NamedTuple
 from protocol.messages import Address, Hello, ReplicaStatus
 
 DISPATCH_AHEAD = 8
-"""How many requests an engine gets beyond its seats, so that it never runs dry between two messages. All others wait in
-the router.
-"""
+"""How many requests an engine gets beyond its seats, so that it never runs dry. All others wait in the router."""
 STALE_STATUS_S = 3.0
 """A status older than this is ignored: the replica then counts as full as the router's attempts in flight make it."""
 
@@ -179,8 +177,7 @@ def pick(
     """Chooses a pair of engines, or a decode engine that serves colocated, or None if none is free.
 
     A decode engine serves colocated if it lacks few tokens of the prompt, or if no prefill engine that is up can take
-    the request and disaggregation is not strict. Its own limits must allow that; otherwise the request waits for a
-    prefill engine.
+    the request and disaggregation is not strict. If its own limits forbid that, the request waits for a prefill engine.
     """
     free_decode = [r for r in decode if r.has_room and r.holds(ask)]
     if not free_decode:

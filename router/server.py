@@ -4,8 +4,7 @@
 2. The front door validates, tokenises and submits the request, and yields the answer in pieces.
 3. Each piece is encoded and written as soon as the client takes it. A client that takes nothing for `write_timeout_s`
    loses its stream.
-4. A RequestError ends the call with its status. A closed call or a passed deadline cancels the handler, and with it the
-   request.
+4. A RequestError ends the call with its status. A closed call or a passed deadline cancels the handler and the request.
 """
 
 import asyncio
@@ -165,9 +164,7 @@ class Server:
             self._writers.discard(writer)
 
     def _unary(self, kind: type[M], answer: Callable[[Callable[[], M]], Awaitable[Message]]) -> grpc.RpcMethodHandler:
-        """Returns a handler of a call with one answer. `answer` gets a function that parses the request; both may raise
-        RequestError.
-        """
+        """Returns a handler of a call with one answer. `answer` gets a function that parses its request."""
 
         async def handle(data: bytes, context: Context) -> Message:
             try:

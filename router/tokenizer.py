@@ -53,9 +53,7 @@ class Tokenizer(Protocol):
         """Returns a lower bound of a text's tokens, or 0 if none is known. It costs much less than `encode`."""
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Writes messages of `role` and `content` as one text that ends where the assistant answers. Raises
-        InvalidRequest.
-        """
+        """Writes messages of `role` and `content` as one text, up to the assistant's answer. Raises InvalidRequest."""
 
     def encode_chat(self, text: str) -> Int32:
         """Tokenises a text that `render` returned."""

@@ -22,9 +22,7 @@ VOCAB_SIZE = 1000
 
 
 class ScriptedCore:
-    """Runs `on_submit` for each submitted request, which may raise or emit events. Every call is put into `calls` as
-    (name, argument).
-    """
+    """Runs `on_submit` for each request, which may raise or emit events. Puts calls into `calls`: (name, argument)."""
 
     def __init__(self, on_submit: Callable[["ScriptedCore", ClientRequest], None] | None = None) -> None:
         self.outbox: list[tuple[Address, Message]] = []

@@ -259,7 +259,7 @@ class Router:
 
     @property
     def oldest_queued_s(self) -> float:
-        """How long the request at the front of all has waited, in seconds; 0 if none waits."""
+        """How many seconds the request that waits longest has waited; 0 if none waits."""
         return max((self._clock() - entry.since for entry in self._open.values() if entry.key is None), default=0.0)
 
     def totals(self) -> dict[str, ReplicaTotals]:

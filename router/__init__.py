@@ -1,1 +1,1 @@
-"""Front doors, admission, policy, and the life of every request."""
+"""The router: its front door, admission, the choice of engines, and the life of every request."""

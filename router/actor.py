@@ -1,8 +1,7 @@
-"""The router as one process: core, front door and gRPC server on one event loop. Plain class; the composition root
-makes it a Ray actor.
+"""The router as one process: core, front door and gRPC server on one event loop.
 
-Asynchronous, because it serves its own sockets; Ray does not keep the order of calls on such actors,
-`protocol.delivery` restores it.
+The class is plain; the composition root makes it a Ray actor. It is asynchronous because it serves its own sockets. Ray
+does not keep the order of calls on such actors, so `protocol.delivery` restores it.
 """
 
 import asyncio
@@ -20,7 +19,7 @@ from protocol.log import LogLevel, configure
 from protocol.messages import ROUTER_ID, Address, Envelope, Message
 from router.config import RouterConfig
 from router.frontdoor import FrontDoor, Model
-from router.metrics import RouterCollector
+from router.metrics_collector import RouterCollector
 from router.metrics_server import MetricsServer
 from router.policy import ReplicaView
 from router.router import Router
@@ -29,17 +28,17 @@ from router.tokenizer import load_tokenizer
 from router.tracing import SpanTracing, export_to
 
 SWITCH_INTERVAL_S = 0.0005
-"""How long a busy thread (tokenisation) keeps the interpreter from the event loop: at Python's 5 ms every message may
-wait that long.
+"""How long a thread that tokenises may keep the interpreter from the event loop. Python's default is 5 ms, which every
+message might have to wait.
 """
 STOP_GRACE_S = 1.0
-"""ActiveRequest calls get this long to read what they have, after a drain or without one."""
+"""How long open calls may go on reading their answers when the server stops."""
 
 log = logging.getLogger(__name__)
 
 
 class RouterActor:
-    """`model_dir` None: prompts and answers are numbers. `send` must not block."""
+    """If `model_dir` is None, prompts and answers are numbers instead of text. `send` must not block."""
 
     def __init__(
         self,
@@ -62,7 +61,7 @@ class RouterActor:
         self._serving: asyncio.Future[tuple[None, None]] | None = None
 
     async def start(self) -> int:
-        """Loads the tokenizer and listens; returns the port. Raises StartupError, whatever the cause was."""
+        """Loads the tokenizer and starts to listen. Returns the gRPC port. Raises StartupError, whatever the cause was."""
         with startup_errors(ROUTER_ID):
             return await self._start()
 
@@ -91,23 +90,23 @@ class RouterActor:
         self._inbox.put_nowait(envelope)
 
     async def replica_started(self, address: Address) -> None:
-        """The supervisor has started an engine; the core's next tick greets it."""
+        """Takes note of an engine that the supervisor has started. The core's next tick greets it."""
         self._core.replica_started(address)
 
     async def replica_down(self, address: Address) -> None:
-        """An engine's process is gone."""
+        """Takes note that an engine's process is gone."""
         self._incoming.forget(address)
         self._core.replica_down(address)
 
     async def failure(self) -> str:
-        """Why the router can no longer work; empty while it can."""
+        """Returns why the router can no longer work, or "" while it can."""
         if self._serving is None or not self._serving.done():
             return ""
         error = self._serving.exception()
         return "".join(traceback.format_exception(error)) if error else "its server has stopped"
 
     async def take_lost(self) -> list[Address]:
-        """Engines that are to be ended because their messages have a lasting gap; each is named once."""
+        """Returns the engines to be ended because their messages have a lasting gap. Each is named once."""
         for address in self._incoming.lost():
             self._core.replica_lost(address)
         lost, self._core.lost = self._core.lost, []
@@ -117,11 +116,11 @@ class RouterActor:
         return self._core.ready
 
     async def loads(self) -> list[ReplicaView]:
-        """What is known of every engine, its last status included."""
+        """Returns what is known of every engine, its last status included."""
         return list(self._core.replicas())
 
     async def drain(self, deadline_s: float) -> None:
-        """Takes nothing new; what is open by the deadline ends with an error."""
+        """Takes no new requests. Those still open in `deadline_s` seconds end with an error."""
         log.info("drains", extra={"deadline_s": deadline_s, "num_open": self._core.num_open})
         self._core.drain(deadline_s)
 
@@ -129,11 +128,11 @@ class RouterActor:
         return self._core.num_open
 
     async def num_cut_short(self) -> int:
-        """Requests that the drain's deadline has ended."""
+        """Returns how many requests the drain's deadline has ended."""
         return self._core.num_cut_short
 
     async def stop(self) -> None:
-        """Closes the port and ends open calls."""
+        """Closes the ports and ends open calls."""
         if self._serving is not None:
             log.info("stops", extra={"num_open": self._core.num_open})
             await self._server.stop(STOP_GRACE_S)
@@ -144,8 +143,8 @@ class RouterActor:
                 await asyncio.to_thread(self._tracing.close)
 
     async def _receive(self) -> None:
-        """Hands messages on in order. What it raises is a bug in the core: `failure` tells of it; an error of `deliver`
-        reaches nobody.
+        """Hands messages on in order. Anything it raises is a bug in the core, which `failure` then reports. An error
+        raised in `deliver` would reach nobody.
         """
         while True:
             for envelope in self._incoming.accept(await self._inbox.get()):

@@ -1,4 +1,4 @@
-"""Who gets in, and in which order they wait: checks against what the engines can ever hold, and one bounded queue."""
+"""Admission: checks of requests against what the engines can ever hold, and the one bounded queue."""
 
 import heapq
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from protocol.messages import Hello, SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientRequest:
-    """What a front door submits. `prompt_token_ids`: int32 [num_tokens]; `max_tokens` None: as many as fit;
-    `deadline_s`: time left.
+    """What a front door submits. `prompt_token_ids`: int32 [num_tokens]. If `max_tokens` is None, the answer may be as
+    long as fits. `deadline_s`: seconds left.
     """
 
     request_id: str
@@ -26,7 +26,7 @@ class ClientRequest:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one decode engine can ever hold, and compute by itself."""
+    """What one decode engine can ever hold, and the longest prompt that it computes by itself. All are in tokens."""
 
     max_model_len: int
     num_pool_tokens: int
@@ -44,8 +44,8 @@ class Limits:
         )
 
     def check(self, request: ClientRequest) -> int:
-        """Returns the answer's length limit in tokens, clipped to the model's; raises InvalidRequest for what can never
-        fit.
+        """Returns the answer's length limit in tokens, clipped to the model's. Raises InvalidRequest if the request can
+        never fit, and DeadlineExceeded if its deadline has passed.
         """
         num_prompt = len(request.prompt_token_ids)
         if num_prompt == 0:
@@ -74,8 +74,8 @@ class Limits:
 
 
 class AdmissionQueue:
-    """RequestNumbers of accepted requests without an engine: lowest (priority, order) first; `returned` ones go before
-    all of their priority.
+    """The numbers of accepted requests that have no engine. The lowest (priority, order) is first; requests that an
+    engine returned go before all others of their priority.
     """
 
     def __init__(self, max_queue: int) -> None:
@@ -91,8 +91,8 @@ class AdmissionQueue:
         return request_number in self._waiting
 
     def check_room(self, num_more: int, num_places: int) -> None:
-        """Raises Overloaded unless all of `num_more` find room, here or in the engines, which have `num_places` if
-        nobody waits for one.
+        """Raises Overloaded unless all of `num_more` requests find room, in the queue or in the engines. The engines'
+        `num_places` only count if no request waits for one.
 
         Requests that come back from an engine were accepted before and always find room.
         """
@@ -114,7 +114,7 @@ class AdmissionQueue:
         heapq.heappush(self._heap, (priority, order, request_number))
 
     def head(self) -> int | None:
-        """The request_number whose turn it is, or None."""
+        """Returns the number of the request whose turn it is, or None."""
         while self._heap and self._waiting.get(self._heap[0][2]) != self._heap[0][:2]:
             heapq.heappop(self._heap)
         return self._heap[0][2] if self._heap else None

@@ -1,4 +1,4 @@
-"""Tokens of one answer between the router's core and its client, who may read slower than engines write."""
+"""A buffer for the tokens of one answer, whose client may read more slowly than engines write."""
 
 from collections.abc import Iterable
 
@@ -8,9 +8,7 @@ from router.request import Ended
 
 
 class Buffer:
-    """Keeps at most `max_tokens`. One answer that grows beyond is to be cancelled, and ends with an error that says
-    why.
-    """
+    """Keeps at most `max_tokens` tokens. An answer with more must be cancelled; it ends with an error that says why."""
 
     __slots__ = ("_logprobs", "_max_tokens", "_tokens", "overflown")
 
@@ -21,11 +19,11 @@ class Buffer:
         self.overflown = False
 
     def __len__(self) -> int:
-        """Tokens that wait for the client."""
+        """Returns how many tokens wait for the client."""
         return len(self._tokens)
 
     def push(self, token_ids: list[int], logprobs: Iterable[TokenLogprobs] = ()) -> bool:
-        """True once, when too many tokens wait; what comes after that is dropped."""
+        """Adds tokens. Returns True once, when too many wait; all later tokens are dropped."""
         if self.overflown:
             return False
         self._tokens += token_ids
@@ -34,13 +32,13 @@ class Buffer:
         return self.overflown
 
     def take(self) -> tuple[list[int], list[TokenLogprobs]]:
-        """All tokens that wait, and their logprobs if the request asked."""
+        """Takes all tokens that wait, and their logprobs if the request asked for them."""
         tokens, self._tokens = self._tokens, []
         logprobs, self._logprobs = self._logprobs, []
         return tokens, logprobs
 
     def end(self, ended: Ended) -> Ended:
-        """How the answer ends for its client."""
+        """Returns how the answer ends for its client."""
         if not self.overflown:
             return ended
         error = RequestCancelled(f"the client reads too slowly: {len(self._tokens)} tokens wait for it")

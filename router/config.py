@@ -1,4 +1,4 @@
-"""The router's knobs."""
+"""The router's configuration."""
 
 from dataclasses import dataclass
 
@@ -8,48 +8,48 @@ from router.policy import POLICIES, Disaggregation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """Front doors, limits and timers of the one router. Durations in seconds."""
+    """The addresses, limits and timers of the router. Durations are in seconds."""
 
     grpc_host: str = "127.0.0.1"
-    """Interface to listen on. Loopback unless asked otherwise: there is no authentication on this door."""
+    """The interface to listen on. The default is loopback, because the port asks for no authentication."""
     grpc_port: int = 50051
-    """0: the system chooses a free one."""
+    """The port to listen on. With 0 the system chooses a free one."""
     metrics_host: str = "127.0.0.1"
-    """Interface on which Prometheus finds the whole deployment's metrics."""
+    """The interface on which Prometheus finds the whole deployment's metrics."""
     metrics_port: int = 9464
-    """0: the system chooses a free one."""
+    """The port to listen on. With 0 the system chooses a free one."""
     otlp_endpoint: str | None = None
-    """Where spans of every call go, OTLP over HTTP, as in http://127.0.0.1:4318/v1/traces; None: nowhere."""
+    """Where the spans of every call go by OTLP over HTTP, as in http://127.0.0.1:4318/v1/traces. None exports none."""
     policy: str = "least_loaded"
-    """How a replica of each pool is chosen: a name of router/policy.py."""
+    """The rule that chooses a replica of each pool: a name in `POLICIES` of router/policy.py."""
     disaggregation: Disaggregation = "auto"
     """auto: a decode engine serves colocated while no prefill engine can. strict: such requests wait or are refused.
     colocated: a decode engine always computes the prompt itself.
     """
     min_disaggregated_tokens: int = 0
-    """Prompts of which the decode engine lacks fewer tokens than this are computed there."""
+    """A prompt of which the decode engine lacks fewer tokens than this is computed there."""
     max_message_bytes: int = 4 * 1024 * 1024
-    """Largest request; a larger one is refused before it is parsed."""
+    """The largest request. A larger one is refused before it is parsed."""
     max_queue: int = 1024
-    """Accepted requests that may wait for a place in the engines, and requests that may be in tokenisation."""
+    """How many accepted requests may wait for a place in the engines, and how many requests may be in tokenisation."""
     max_attempts: int = 3
-    """Times one request is dispatched before it fails; an attempt given back by an engine does not count."""
+    """How many failed attempts end a request. An attempt that an engine gives back does not count."""
     queue_ttl_s: float | None = None
-    """Longest wait in the queue; None: only the request's own deadline ends it."""
+    """The longest wait in the queue. With None only the request's own deadline ends it."""
     status_interval_s: float = 1.0
-    """Between two `RouterStatus`."""
+    """The time between two `RouterStatus`."""
     replica_timeout_s: float = 5.0
-    """A replica silent for longer is suspected."""
+    """A replica that is silent for longer is suspected."""
     router_timeout_s: float = 10.0
     """An engine that hears nothing from the router for longer ends the router's requests."""
     tick_interval_s: float = 0.05
-    """Between two looks at deadlines and timeouts when nothing else happens."""
+    """The time between two looks at deadlines and timeouts when nothing else happens."""
     max_buffered_tokens: int = 16384
-    """Tokens of one answer that may wait for a client that reads too slowly; beyond, the request is cancelled."""
+    """How many tokens of one answer may wait for a slow client. If more wait, the request is cancelled."""
     write_timeout_s: float = 30.0
     """A client that takes nothing for longer loses its stream."""
     tokenizer_threads: int = 2
-    """Threads that tokenise beside the event loop."""
+    """How many threads tokenise beside the event loop."""
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -64,19 +64,12 @@ class RouterConfig:
         for name in ("max_message_bytes", "max_queue", "max_attempts", "max_buffered_tokens", "tokenizer_threads"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: {getattr(self, name)} is below 1")
-        for name in (
-            "status_interval_s",
-            "replica_timeout_s",
-            "router_timeout_s",
-            "tick_interval_s",
-            "write_timeout_s",
-        ):
+        timeouts = ("replica_timeout_s", "router_timeout_s")
+        for name in ("status_interval_s", *timeouts, "tick_interval_s", "write_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}: {getattr(self, name)} is not above 0")
         if self.queue_ttl_s is not None and not self.queue_ttl_s > 0:
             raise ConfigError(f"queue_ttl_s: {self.queue_ttl_s} is not above 0")
-        for name in ("replica_timeout_s", "router_timeout_s"):
-            if getattr(self, name) <= self.status_interval_s:
-                raise ConfigError(
-                    f"{name}: {getattr(self, name)} is not above status_interval_s {self.status_interval_s}"
-                )
+        for name in timeouts:
+            if (value := getattr(self, name)) <= self.status_interval_s:
+                raise ConfigError(f"{name}: {value} is not above status_interval_s {self.status_interval_s}")

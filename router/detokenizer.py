@@ -1,7 +1,7 @@
 """The text of one answer while its tokens arrive.
 
-All pieces joined are the text of all tokens. A piece never ends inside a character, and never holds text that may
-turn out to be the beginning of a stop string. Amortised cost per token is constant (per stop string).
+All pieces joined are the text of all tokens. A piece never ends inside a character, and never holds text that may turn
+out to be the beginning of a stop string. The amortised cost per token and stop string is constant.
 """
 
 import codecs
@@ -10,8 +10,9 @@ from router.tokenizer import Tokenizer, join_bytes
 
 
 class Detokenizer:
-    """Lives as long as one answer. `stopped` turns true at the first complete stop string; the text ends before it, or
-    with it if `include_stop`. One that is complete within the first `min_tokens` tokens counts for nothing."""
+    """Turns the tokens of one answer into text. `stopped` becomes true at the first complete stop string; the text ends
+    before it, or with it if `include_stop`. Stop strings that are complete within `min_tokens` tokens are ignored.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), *, include_stop: bool = False, min_tokens: int = 0
@@ -22,12 +23,12 @@ class Detokenizer:
         self._held = ""
         self._include_stop = include_stop
         self._num_free = min_tokens
-        """Tokens still to come that end nothing."""
+        """How many of the next tokens cannot complete a stop string."""
         self.stopped = False
 
     def push(self, token_ids: list[int]) -> tuple[str, int]:
-        """The next piece (may be empty) and how many of `token_ids` [num_tokens] belong to the answer: all, unless
-        `stopped`.
+        """Returns the next piece, which may be empty, and how many of `token_ids` [num_tokens] belong to the answer.
+        Only the tokens past a stop string do not.
         """
         if not self._matchers:
             return self._utf8.decode(join_bytes(self._token_bytes, token_ids)), len(token_ids)
@@ -40,7 +41,7 @@ class Detokenizer:
         return "".join(pieces), len(token_ids)
 
     def finish(self) -> str:
-        """What was held back, once the answer has ended for another reason; an unfinished character becomes U+FFFD."""
+        """Returns the text that was held back, at the end of the answer. An unfinished character becomes U+FFFD."""
         if self.stopped:
             return ""
         rest = self._match(self._utf8.decode(b"", True))
@@ -48,7 +49,7 @@ class Detokenizer:
         return rest if self.stopped else rest + held
 
     def _match(self, text: str) -> str:
-        """Appends decoded text; returns what is certain by now."""
+        """Appends decoded text. Returns the text that is certain by now."""
         known = self._held + text
         for end, character in enumerate(text, len(self._held) + 1):
             complete = [matcher for matcher in self._matchers if matcher.push(character)]
@@ -63,23 +64,23 @@ class Detokenizer:
 
 
 class _Matcher:
-    """How much of a stop string the text ends with (Knuth, Morris, Pratt)."""
+    """Tracks how much of a stop string the text ends with (algorithm of Knuth, Morris and Pratt)."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.num_matched = 0
         self._borders = [0]
-        """[len(text)]: of text[: i + 1] the longest proper prefix that is also its suffix."""
+        """[len(text)]: entry i is the length of the longest proper prefix of text[: i + 1] that is also its suffix."""
         for character in text[1:]:
             self._borders.append(self._extend(self._borders[-1], character))
 
     def push(self, character: str) -> bool:
-        """True when `text` is complete; after that the matcher is spent, unless told to `go_on`."""
+        """Returns True when `text` is complete. After that only `go_on` makes the matcher usable again."""
         self.num_matched = self._extend(self.num_matched, character)
         return self.num_matched == len(self.text)
 
     def go_on(self) -> None:
-        """The complete text does not count: the next one may begin in it."""
+        """Ignores the match that was completed. The next one may begin inside it."""
         self.num_matched = self._borders[-1]
 
     def _extend(self, num_matched: int, character: str) -> int:

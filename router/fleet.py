@@ -1,10 +1,11 @@
-"""The engines as the router knows them: who has started, who is up, how busy, and what the smallest can hold."""
+"""The engines as the router knows them: which have started, which are up, how busy they are, and what they can hold."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 from protocol.clock import Clock
+from protocol.errors import InvalidRequest, RequestFailed
 from protocol.log import label
 from protocol.messages import (
     Address,
@@ -18,17 +19,15 @@ from protocol.messages import (
     ReplicaStatus,
     RouterStatus,
 )
-from router.admission import Limits
+from router.admission import ClientRequest, Limits
 from router.metrics_totals import ReplicaTotals
-from router.policy import AttemptLoad, PlacementRequest, ReplicaView
+from router.policy import AttemptLoad, Disaggregation, PlacementRequest, ReplicaView, num_places
 
 log = logging.getLogger(__name__)
 
 
 class Fleet:
-    """Replicas by address. An address is present from its `Hello` until it is down; its epoch must be the newest
-    started.
-    """
+    """Replicas by address. An address is present from its `Hello` until it is down; only its newest epoch counts."""
 
     def __init__(self, clock: Clock, outbox: list[tuple[Address, Message]], *, replica_timeout_s: float) -> None:
         self._clock = clock
@@ -37,11 +36,11 @@ class Fleet:
         self._started: dict[str, Address] = {}
         self._replicas: dict[Address, ReplicaView] = {}
         self._past: dict[str, ReplicaTotals] = {}
-        """By replica id, what its lives that are over have counted, as of the last status of each."""
+        """By replica id, what its past lives have counted, as of the last status of each."""
         self.limits: Limits | None = None
-        """Of the smallest decode engine ever seen: any engine must be able to take over any request."""
+        """The limits of the smallest decode engine ever seen: any engine must be able to take over any request."""
         self.max_prefill_tokens = 0
-        """Longest prompt that a prefill engine ever seen computes."""
+        """The longest prompt, in tokens, that any prefill engine ever seen computes."""
 
     def __iter__(self) -> Iterator[ReplicaView]:
         return iter(self._replicas.values())
@@ -56,8 +55,41 @@ class Fleet:
     def pool(self, role: PoolName) -> list[ReplicaView]:
         return [replica for replica in self if replica.hello.role == role]
 
+    def check(self, request: ClientRequest, disaggregation: Disaggregation) -> int:
+        """Returns the answer's length limit in tokens. A decode engine must be up.
+
+        Raises InvalidRequest if no engine ever seen could serve the request, and RequestFailed if those that could
+        compute its prompt are away. With strict disaggregation a prefill engine that is up must hold even the last
+        retry of the request, so that nothing has to fall back silently.
+        """
+        assert self.limits is not None, "a decode engine is up"
+        max_tokens, num_prompt = self.limits.check(request), len(request.prompt_token_ids)
+        colocated = 0 if disaggregation == "strict" else self.limits.max_prompt_tokens
+        if num_prompt <= colocated:
+            return max_tokens
+        longest = colocated if disaggregation == "colocated" else max(colocated, self.max_prefill_tokens)
+        if num_prompt > longest:
+            limit = f"the longest prompt that an engine computes has {longest} tokens"
+            raise InvalidRequest("prompt", f"{num_prompt} tokens", limit)
+        able = [r for r in self.pool("prefill") if r.state == "up" and num_prompt <= r.hello.max_prompt_tokens]
+        if not able:
+            raise RequestFailed(f"no prefill engine that computes a prompt of {num_prompt} tokens is up")
+        num_tokens, room = num_prompt + max_tokens - 1, max(r.max_known_tokens for r in able)
+        if disaggregation == "strict" and num_tokens > room:
+            limit = f"prefill engines hold {room} tokens"
+            raise InvalidRequest("prompt", f"{num_tokens} tokens with its answer", limit)
+        return max_tokens
+
+    def num_places(
+        self, requests: Sequence[ClientRequest], max_tokens: Sequence[int], disaggregation: Disaggregation
+    ) -> int:
+        """Returns how many requests could be dispatched at once, if all were like the longest of these."""
+        num_tokens = max(len(request.prompt_token_ids) for request in requests)
+        ask = PlacementRequest(num_tokens, 0, max(max_tokens), (), self._clock())
+        return num_places(self.pool("prefill"), self.pool("decode"), ask, disaggregation=disaggregation)
+
     def started(self, address: Address) -> Address | None:
-        """The supervisor started an engine. Returns the epoch it replaces, if that was not down yet."""
+        """Takes note of an engine that was started. Returns the epoch that it replaces, if that was not down yet."""
         old = self._started.get(address.replica_id)
         self._started[address.replica_id] = address
         return old
@@ -74,7 +106,7 @@ class Fleet:
             self._past.setdefault(address.replica_id, ReplicaTotals(replica.hello.role)).add(replica.status)
 
     def totals(self) -> dict[str, ReplicaTotals]:
-        """By replica id, what it has counted in all its lives, the present one included."""
+        """Returns by replica id what the replica has counted in all its lives, the present one included."""
         totals = {replica_id: past.copy() for replica_id, past in self._past.items()}
         for replica in self:
             if replica.status is not None:
@@ -82,7 +114,7 @@ class Fleet:
         return totals
 
     def on_hello(self, envelope: Envelope) -> None:
-        """An engine is up: decode engines learn of prefill engines, whichever comes first."""
+        """Adds an engine. Decode engines are told of prefill engines, whichever comes up first."""
         hello, address = cast(Hello, envelope.message), envelope.sender
         self._replicas[address] = ReplicaView(address, hello, self._clock())
         log.info("replica up", extra={"peer": label(address), "num_blocks": hello.num_blocks})
@@ -98,7 +130,7 @@ class Fleet:
             self._outbox.append((address, PeerUp(peer=prefill.address, endpoint=prefill.hello.endpoint)))
 
     def on_status(self, envelope: Envelope) -> None:
-        """Liveness and load. A suspected replica that speaks again is up again."""
+        """Takes note of liveness and load. A suspected replica that speaks again is up again."""
         replica = self._replicas.get(envelope.sender)
         if replica is None:
             return
@@ -109,7 +141,7 @@ class Fleet:
         if replica.state == "suspected":
             replica.state = "up"
             log.info("replica up again", extra={"peer": label(envelope.sender)})
-        if status.state == "draining":  # told by somebody else, or by the router before us
+        if status.state == "draining":  # ordered by someone else, perhaps by a previous router
             replica.state = "draining"
 
     def suspect(self, address: Address) -> None:
@@ -118,7 +150,7 @@ class Fleet:
             log.info("replica suspected", extra={"peer": label(address)})
 
     def newly_silent(self) -> list[Address]:
-        """Replicas whose status is overdue: they are suspected from now on."""
+        """Returns the replicas whose status has become overdue. They are suspected from now on."""
         before = self._clock() - self._timeout_s
         silent = [replica.address for replica in self if replica.state != "suspected" and replica.heard_at <= before]
         for address in silent:
@@ -132,7 +164,7 @@ class Fleet:
             self._outbox.append((address, Drain(deadline_s=deadline_s)))
 
     def load(self, address: Address, load: AttemptLoad) -> None:
-        """An attempt was dispatched there."""
+        """Books an attempt that was dispatched to a replica."""
         replica = self._replicas[address]
         replica.in_flight += 1
         replica.num_dispatched += 1
@@ -141,7 +173,7 @@ class Fleet:
         replica.num_blocks_since_status += load.num_blocks
 
     def unload(self, address: Address, load: AttemptLoad) -> None:
-        """It is over. No-op for a replica that is down: its counters went with it."""
+        """Takes an attempt off again when it is over. Does nothing for a replica that is down."""
         replica = self._replicas.get(address)
         if replica is not None:
             replica.in_flight -= 1
@@ -150,13 +182,13 @@ class Fleet:
             replica.num_blocks_since_status = max(0, replica.num_blocks_since_status - load.num_blocks)
 
     def load_of(self, address: Address, ask: PlacementRequest) -> AttemptLoad:
-        """What an attempt weighs in this engine."""
+        """Returns what an attempt weighs in a replica."""
         replica = self._replicas[address]
         return AttemptLoad(ask.num_uncached(replica) if replica.hello.role == "prefill" else 0, ask.num_blocks(replica))
 
     def send_status(self, router_epoch: int, seq: int, to: Address | None = None, *, returns: bool = True) -> None:
-        """To one engine, or to all that were started. `returns`: what a decode engine returns may go to the prefill
-        pool.
+        """Sends a status to one engine, or to all that were started. `returns`: whether requests that a decode engine
+        returns may go to the prefill pool.
         """
         room = [
             (r.status.num_free_blocks, r.max_known_tokens)

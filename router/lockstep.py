@@ -1,7 +1,7 @@
 """Requests that a decode engine takes forward together, one token each in every step.
 
-As long as its messages name the same requests in the same order, each with the token after its last, comparing four
-arrays takes the place of a look at every row.
+As long as the engine's messages name the same requests in the same order, each with its next token, the router compares
+four arrays instead of looking at every row.
 """
 
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ from router.request import ActiveRequest, Delivered
 
 
 class Lockstep:
-    """What the next message of an engine is likely to say. Void as soon as anything else befalls one of the
-    requests.
+    """The rows that an engine's next message is likely to have. It must be dropped as soon as anything else happens to
+    one of the requests.
     """
 
     __slots__ = ("_attempts", "_counts", "_entries", "_offsets", "_request_ids", "_request_numbers", "at")
@@ -27,12 +27,12 @@ class Lockstep:
         self._entries = entries
         self._request_ids = [entry.request.request_id for entry in entries]
         self.at = now
-        """When the tokens before came."""
+        """When the previous tokens came."""
 
     @staticmethod
     def begin(message: StepTokens, sender: Address, entries: Sequence[ActiveRequest], now: float) -> "Lockstep | None":
-        """After `message`, of whose rows those of `entries` counted. None unless each row brought one token that was
-        delivered now.
+        """Returns the lockstep that follows `message`, whose rows for `entries` counted. Returns None unless every row
+        brought one token that was delivered just now, and no request wants logprobs.
         """
         if len(entries) != len(message.request_numbers):
             return None
@@ -48,6 +48,7 @@ class Lockstep:
         return Lockstep(message, entries, now)
 
     def goes_on(self, message: StepTokens) -> bool:
+        """Whether a message has the expected rows."""
         return (
             message.request_numbers.tobytes() == self._request_numbers
             and message.attempts.tobytes() == self._attempts
@@ -56,7 +57,7 @@ class Lockstep:
         )
 
     def advance(self, message: StepTokens, now: float) -> Delivered:
-        """Takes a message that goes on."""
+        """Takes a message that `goes_on`. Returns its tokens as delivered."""
         token_ids = message.token_ids.tolist()
         for entry, token_id in zip(self._entries, token_ids, strict=True):
             entry.delivered.append(token_id)

@@ -1,6 +1,4 @@
-"""The port that Prometheus scrapes. HTTP is served by a thread; numbers are read on the event loop that changes
-them.
-"""
+"""The port that Prometheus scrapes. A thread serves HTTP; the numbers are read on the event loop that changes them."""
 
 import asyncio
 from collections.abc import Iterable
@@ -15,7 +13,7 @@ from protocol.errors import CapacityError
 from router.config import RouterConfig
 
 SCRAPE_TIMEOUT_S = 10.0
-"""Longest wait for a busy or stopping event loop; Prometheus's own default."""
+"""The longest wait for a busy or stopping event loop; the same as Prometheus's own default."""
 
 
 class MetricsServer:
@@ -39,7 +37,7 @@ class MetricsServer:
         return int(self._server.server_port)
 
     async def stop(self) -> None:
-        """Closes the port. Scrapes under way end by themselves."""
+        """Closes the port. Scrapes under way end on their own."""
         if self._server is not None and self._thread is not None:
             await asyncio.to_thread(self._server.shutdown)
             self._server.socket.close()
@@ -47,7 +45,7 @@ class MetricsServer:
 
 
 class _OnLoop(Collector):
-    """`collect` from any thread but the loop's."""
+    """Lets any thread but the event loop's own call `collect`, which then runs on the loop."""
 
     def __init__(self, collector: Collector, loop: asyncio.AbstractEventLoop) -> None:
         self._collector, self._loop = collector, loop

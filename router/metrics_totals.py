@@ -1,4 +1,4 @@
-"""Plain numbers that the router's parts keep while they work; router/metrics.py exports them."""
+"""Plain numbers that the parts of the router keep while they work. router/metrics.py lists them as metrics."""
 
 from dataclasses import dataclass, field
 from typing import get_args
@@ -24,7 +24,7 @@ REFUSALS: dict[type[RequestError], str] = {
     RequestFailed: "no_engine",
     RequestCancelled: "cancelled",
 }
-"""Why a request was not accepted; `cancelled`: its client did not wait for that."""
+"""Why a request was not accepted. `cancelled`: its client left before it could be."""
 
 ENDS: dict[type[RequestError], str] = {
     RequestCancelled: "cancelled",
@@ -38,17 +38,17 @@ PATHS: tuple[Path, ...] = get_args(Path)
 
 
 def end_of(told: FinishReason | RequestError) -> str:
-    """In one word, how an accepted request ended for its client."""
+    """Returns one word for how an accepted request ended for its client."""
     return ENDS.get(type(told), "other") if isinstance(told, RequestError) else told
 
 
 @dataclass(slots=True)
 class ReplicaTotals:
-    """What one place in a pool has counted in all its lives: it never falls when an engine starts anew."""
+    """What one replica has counted in all its lives. Totals never fall when its engine starts anew."""
 
     role: PoolName
     transport: str = ""
-    """The latest one."""
+    """The transport that its latest status names."""
     counters: dict[str, float] = field(default_factory=dict)
     distributions: dict[str, Distribution] = field(default_factory=dict)
 
@@ -66,21 +66,20 @@ class ReplicaTotals:
 
 
 class DoorTotals:
-    """What the front doors tell their clients: refusals, ends, and times from the arrival of a call. Durations in
-    seconds.
+    """What the front door told its clients: refusals, ends, and times from the arrival of a call in seconds.
 
-    A request is one answer, as in the router's core: a call that asks for `n` counts `n` times.
+    A request is one answer, as in the router's core: a call that asks for `n` answers counts `n` times.
     """
 
     def __init__(self) -> None:
         self.refusals = dict.fromkeys((*REFUSALS.values(), "other"), 0)
         self.ends = dict.fromkeys((*get_args(FinishReason), *ENDS.values(), "other"), 0)
-        """By `end_of`, of all accepted requests whose clients were told an end."""
+        """How accepted requests ended for their clients, by the words of `end_of`."""
         self.paths = dict.fromkeys(PATHS, 0)
-        """Of finished requests."""
+        """Where finished requests ran."""
         self.first_token = Histogram(SECONDS)
         self.total = Histogram(SECONDS)
-        """Of finished requests, as `stages`."""
+        """Seconds that finished requests took; `stages` has the parts."""
         self.stages: dict[str, Histogram] = {}
 
     def refused(self, error: RequestError, num_asked: int) -> None:
@@ -90,7 +89,7 @@ class DoorTotals:
         self.ends[end_of(error)] += 1
 
     def finished(self, reason: FinishReason, path: Path, total_s: float, stages: dict[str, float]) -> None:
-        """`stages` add up to `total_s`."""
+        """Counts a request that ended with a finish reason. The `stages` add up to `total_s`."""
         self.ends[end_of(reason)] += 1
         self.paths[path] += 1
         self.total.observe(total_s)

@@ -1,4 +1,4 @@
-"""A client's message becomes requests, or an InvalidRequest that names field, value and limit."""
+"""Turns a client's message into requests, or raises an InvalidRequest that names field, value and limit."""
 
 import re
 import uuid
@@ -35,25 +35,26 @@ RANGES: dict[str, tuple[float, float]] = {
     "logprobs": (0, MAX_LOGPROBS),
     "n": (1, MAX_N),
 }
-"""Per field of SamplingParams the least and the greatest value."""
+"""The least and the greatest value of fields of SamplingParams, both included."""
 BIAS_RANGE = (-100.0, 100.0)
+"""The least and the greatest value that may be added to a logit, both included."""
 
 M = TypeVar("M", bound=Message)
 
 
 class Parsed(NamedTuple):
-    """What one call asks for. All but the requests is the router's own business: engines know tokens only."""
+    """What one call asks for. Engines get the requests; stop strings are the router's business."""
 
     request_id: str
     requests: list[ClientRequest]
-    """One for each of the `n` answers; alike but for id and seed."""
+    """One request for each of the `n` answers. They differ in id and seed only."""
     stop: tuple[str, ...]
     include_stop: bool
-    """Whether the text ends after the stop string, not before it."""
+    """Whether the text ends after the stop string instead of before it."""
 
 
 def parse_bytes(kind: Callable[[], M], data: bytes, max_message_bytes: int) -> M:
-    """Raises InvalidRequest for a message that is too large, damaged, or holds text that is no UTF-8."""
+    """Raises InvalidRequest for a message that is too large or damaged, or whose text is not UTF-8."""
     if len(data) > max_message_bytes:
         raise InvalidRequest("message", f"{len(data)} bytes", f"at most {max_message_bytes} bytes (max_message_bytes)")
     message = kind()
@@ -75,8 +76,8 @@ def parse_generate(
     deadline_s: float | None,
     traceparent: str = "",
 ) -> Parsed:
-    """Validates and tokenises; what is cheap to refuse goes first. Slow for long texts: not for an event loop. Raises
-    InvalidRequest.
+    """Validates and tokenises a request; the cheap checks come first. Raises InvalidRequest. It is slow for long texts,
+    so it must not run on an event loop.
     """
     params = message.sampling
     request_id, max_tokens, cache_salt = _request_id(message), _max_tokens(params), _cache_salt(message)
@@ -96,28 +97,26 @@ def parse_generate(
 
 
 def num_asked(message: pb.GenerateRequest) -> int:
-    """How many answers a message asks for that may be invalid; 1 where it names a number out of range."""
+    """Returns how many answers a message asks for, which may be invalid. An `n` out of range counts as 1."""
     return message.sampling.n if 1 <= message.sampling.n <= MAX_N else 1
 
 
 def parse_tokenize(message: pb.TokenizeRequest, tokenizer: Tokenizer) -> Int32:
-    """Token ids of the prompt. Slow for long texts: not for an event loop. Raises InvalidRequest."""
+    """Returns the prompt's token ids. Raises InvalidRequest. It is as slow as `parse_generate`."""
     if message.WhichOneof("prompt") is None:
         raise InvalidRequest("prompt", "nothing", "one of text and chat must be set")
-    return (
-        tokenizer.encode(message.text)
-        if message.HasField("text")
-        else tokenizer.encode_chat(_render(message.chat, tokenizer))
-    )
+    if message.HasField("text"):
+        return tokenizer.encode(message.text)
+    return tokenizer.encode_chat(_render(message.chat, tokenizer))
 
 
 def parse_abort(message: pb.AbortRequest) -> str:
-    """The id of the request to abort. Raises InvalidRequest."""
+    """Returns the id of the request to abort. Raises InvalidRequest."""
     return _checked_id(message.request_id)
 
 
 def _numbered(request: ClientRequest, index: int) -> ClientRequest:
-    """Answer `index` of several. The space keeps its id apart from every id that a client can choose."""
+    """Returns the request for answer `index` of several. Clients cannot choose its id, because it has a space in it."""
     seed = request.sampling.seed
     sampling = request.sampling if seed is None else replace(request.sampling, seed=seed + index)
     return replace(request, request_id=f"{request.request_id} {index}", sampling=sampling)
@@ -126,7 +125,7 @@ def _numbered(request: ClientRequest, index: int) -> ClientRequest:
 def _sampling(params: pb.SamplingParams, vocab_size: int) -> SamplingParams:
     for name, (least, greatest) in RANGES.items():
         value = getattr(params, name)
-        if params.HasField(name) and not least <= value <= greatest:  # not a number is outside, too
+        if params.HasField(name) and not least <= value <= greatest:  # NaN is outside, too
             raise InvalidRequest(name, value, f"{least:g} to {greatest:g}")
     if params.HasField("top_p") and not 0 < params.top_p <= 1:
         raise InvalidRequest("top_p", params.top_p, "above 0, at most 1")
@@ -154,7 +153,7 @@ def _sampling(params: pb.SamplingParams, vocab_size: int) -> SamplingParams:
 
 
 def _count(params: pb.SamplingParams) -> int:
-    """How many answers; its range is checked."""
+    """Returns how many answers are asked for. `_sampling` has checked the range of `n`."""
     if params.n > 1 and params.temperature == 0:
         raise InvalidRequest("n", params.n, "1 without a temperature: all answers would be the same")
     return params.n or 1
@@ -179,7 +178,7 @@ def _prompt_token_ids(message: pb.GenerateRequest, tokenizer: Tokenizer, vocab_s
             token_ids = tokenizer.encode(message.text)
         case "token_ids":
             ids = message.token_ids.ids
-            _require_length(len(ids), max_model_len)  # before the copy, which costs
+            _require_length(len(ids), max_model_len)  # refused before the copy, which is slow
             token_ids = np.array(ids, dtype=np.int32)
         case "chat":
             text = _render(message.chat, tokenizer)
@@ -246,15 +245,13 @@ def _cache_salt(message: pb.GenerateRequest) -> str:
 
 
 def _require_room(field: str, text: str, tokenizer: Tokenizer, max_model_len: int) -> None:
-    """Refuses a text that cannot fit, however few tokens its bytes make, before it is tokenised at a microsecond or so
-    per byte.
-    """
+    """Refuses a text that cannot fit however few tokens it has. Tokenising it first would take about 1 us per byte."""
     if max_model_len and (least := tokenizer.least_tokens(text)) >= max_model_len:
         raise InvalidRequest(field, f"at least {least} tokens", f"at most {max_model_len - 1} (max_model_len - 1)")
 
 
 def _require_length(num_tokens: int, max_model_len: int) -> None:
-    """`max_model_len` 0: no engine has said yet."""
+    """Raises InvalidRequest. `max_model_len` is 0 while no engine has reported it; then nothing is too long."""
     if num_tokens == 0:
         raise InvalidRequest("prompt", "0 tokens", "at least 1 token")
     if max_model_len and num_tokens >= max_model_len:

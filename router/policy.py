@@ -1,8 +1,7 @@
-"""Which engines serve the next request: pure functions over what the router knows. All or nothing: a pair, one
-colocated, or None (wait).
+"""The choice of the engines that serve a request: pure functions of what the router knows.
 
-`pick` gates and pairs; a `Choose` ranks the candidates of one pool. Statuses may be old: `STALE_STATUS_S` is the rule
-for that.
+`pick` returns a pair of engines, or a decode engine that serves colocated, or None if the request has to wait. It sorts
+out engines that cannot serve; a policy then takes one of the candidates. A status may be too old: see `STALE_STATUS_S`.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,17 +11,15 @@ from typing import Literal, NamedTuple
 from protocol.messages import Address, Hello, ReplicaStatus
 
 DISPATCH_AHEAD = 8
-"""Requests an engine is given beyond its seats, so that it never runs dry between two messages; all others wait in the
-router.
-"""
+"""How many requests an engine gets beyond its seats, so that it never runs dry. All others wait in the router."""
 STALE_STATUS_S = 3.0
-"""An older status counts for nothing: then a replica is as full as what the router itself has in flight there."""
+"""A status older than this is ignored: the replica then counts as full as the router's attempts in flight make it."""
 
 
 @dataclass(slots=True)
 class ReplicaView:
-    """One engine as the router sees it. What the router dispatched itself is always current; `status` is as old as
-    `heard_at` says.
+    """One engine as the router sees it. The counts of what the router dispatched are always current; `status` was
+    current at `heard_at`.
     """
 
     address: Address
@@ -30,22 +27,22 @@ class ReplicaView:
     heard_at: float
     state: Literal["up", "suspected", "draining"] = "up"
     in_flight: int = 0
-    """Attempts dispatched to it that are not over."""
+    """How many attempts were dispatched to it and are not over."""
     num_dispatched: int = 0
-    """In all its life."""
+    """How many attempts were dispatched to it in all its life."""
     num_prompt_tokens: int = 0
-    """Uncached prompt tokens of the attempts in flight, waiting and running."""
+    """Uncached prompt tokens of all attempts in flight, whether they wait or run."""
     num_blocks: int = 0
     """Blocks that the attempts in flight may come to hold."""
     num_blocks_since_status: int = 0
-    """Of those, the ones dispatched after the last status."""
+    """The part of `num_blocks` that was dispatched after the last status."""
     status: ReplicaStatus | None = None
     hashes: set[bytes] = field(default_factory=set)
-    """Block hashes in its prefix cache, as its statuses tell."""
+    """Hashes of the blocks in its prefix cache, according to its statuses."""
 
     @property
     def num_places(self) -> int:
-        """Attempts that it may be given now."""
+        """How many more attempts it may be given now."""
         return max(0, self.hello.max_num_seqs + DISPATCH_AHEAD - self.in_flight) if self.state == "up" else 0
 
     @property
@@ -54,27 +51,28 @@ class ReplicaView:
 
     @property
     def max_known_tokens(self) -> int:
-        """Most known tokens of a request whose KV it can ever compute."""
+        """The largest number of known tokens of a request whose KV it can compute."""
         return min((self.hello.num_blocks - 1) * self.hello.block_size, self.hello.max_model_len - 1)
 
     def takes(self, ask: "PlacementRequest") -> bool:
-        """Whether it can compute all that is known of a request. Only a prompt that nothing was delivered for has to
-        fit as a prompt.
+        """Whether it can compute all known tokens of a request. `max_prompt_tokens` limits only requests of which
+        nothing was delivered yet.
         """
         begins = not ask.num_delivered
         return ask.num_tokens <= (self.hello.max_prompt_tokens if begins else self.max_known_tokens)
 
     def holds(self, ask: "PlacementRequest") -> bool:
-        """Whether the whole answer finds room here; its last token needs none."""
+        """Whether it has room for the whole answer, whose last token needs none."""
         return ask.num_tokens + ask.max_tokens - 1 <= self.max_known_tokens
 
     def num_used_blocks(self, now: float) -> int:
+        """Blocks in use, by the last status and what was dispatched since; by the attempts in flight if it is stale."""
         if self.status is None or now - self.heard_at > STALE_STATUS_S:
             return self.num_blocks
         return self.hello.num_blocks - 1 - self.status.num_free_blocks + self.num_blocks_since_status
 
     def num_cached(self, hashes: Sequence[bytes]) -> int:
-        """Leading blocks of a chain that its cache is said to hold."""
+        """How many leading blocks of a chain of hashes are in its cache, according to its statuses."""
         for index, block_hash in enumerate(hashes):
             if block_hash not in self.hashes:
                 return index
@@ -82,21 +80,21 @@ class ReplicaView:
 
 
 class PlacementRequest(NamedTuple):
-    """What is to be placed. `hashes`: of the full blocks of its known tokens; empty where no rule looks at them."""
+    """A request to be placed. `hashes` are of the full blocks of its prompt; they are empty if no rule needs them."""
 
     num_tokens: int
-    """Known: the prompt and what was delivered."""
+    """The tokens known so far: the prompt and the delivered ones."""
     num_delivered: int
     max_tokens: int
     hashes: Sequence[bytes]
     now: float
 
     def num_blocks(self, replica: ReplicaView) -> int:
-        """Blocks it may come to hold in a decode engine."""
+        """How many blocks the request may come to hold in a decode engine."""
         return -(-(self.num_tokens + self.max_tokens - 1) // replica.hello.block_size)
 
     def num_uncached(self, replica: ReplicaView) -> int:
-        """Tokens whose KV this engine does not have; at least the last one is always computed."""
+        """How many tokens a replica has no KV of. It is at least 1, because the last token is always computed."""
         return max(1, self.num_tokens - replica.num_cached(self.hashes) * replica.hello.block_size)
 
 
@@ -111,21 +109,25 @@ NO_LOAD = AttemptLoad(0, 0)
 
 
 class Route(NamedTuple):
+    """The engines of an attempt. `prefill` is None if the decode engine serves colocated."""
+
     prefill: Address | None
     decode: Address
 
 
 Choose = Callable[[Sequence[ReplicaView], PlacementRequest], ReplicaView]
-"""Takes one of at least one candidate of the same pool."""
+"""Takes one of the candidates, of which there is at least one, all from the same pool."""
 
 
 def round_robin(candidates: Sequence[ReplicaView], ask: PlacementRequest) -> ReplicaView:
-    """Everybody in turn: who was given the fewest so far."""
+    """Takes the replica that was given the fewest attempts so far, so that all get their turn."""
     return min(candidates, key=lambda r: (r.num_dispatched, r.address))
 
 
 def least_loaded(candidates: Sequence[ReplicaView], ask: PlacementRequest) -> ReplicaView:
-    """Prefill: fewest uncached prompt tokens waiting and running. Decode: smallest share of its KV blocks in use."""
+    """Takes the prefill engine with the fewest uncached prompt tokens in flight, or the decode engine with the smallest
+    share of its KV blocks in use.
+    """
 
     def load(replica: ReplicaView) -> float:
         if replica.hello.role == "prefill":
@@ -136,9 +138,7 @@ def least_loaded(candidates: Sequence[ReplicaView], ask: PlacementRequest) -> Re
 
 
 def prefix_aware(candidates: Sequence[ReplicaView], ask: PlacementRequest) -> ReplicaView:
-    """As `least_loaded`, with this request's own cost added: a cached prefix weighs as much as the work or room it
-    saves.
-    """
+    """Like `least_loaded`, but adds the cost of this request. A cached prefix counts as the work or room it saves."""
 
     def cost(replica: ReplicaView) -> float:
         if replica.hello.role == "prefill":
@@ -152,7 +152,7 @@ def prefix_aware(candidates: Sequence[ReplicaView], ask: PlacementRequest) -> Re
 class Policy(NamedTuple):
     choose: Choose
     wants_hashes: bool = False
-    """It looks at `PlacementRequest.hashes`, which cost a pass over the prompt."""
+    """Whether it looks at `PlacementRequest.hashes`, which cost a pass over the prompt."""
 
 
 POLICIES: dict[str, Policy] = {
@@ -160,7 +160,7 @@ POLICIES: dict[str, Policy] = {
     "least_loaded": Policy(least_loaded),
     "prefix_aware": Policy(prefix_aware, wants_hashes=True),
 }
-"""By name, as `router.policy` gives it: the one list of them."""
+"""All policies by their name in `router.policy`. There is no other list."""
 
 Disaggregation = Literal["auto", "strict", "colocated"]
 
@@ -174,10 +174,10 @@ def pick(
     disaggregation: Disaggregation,
     min_disaggregated_tokens: int,
 ) -> Route | None:
-    """A decode engine serves colocated when the prompt it lacks is short, or (not in strict) when no live prefill
-    engine can take it.
+    """Chooses a pair of engines, or a decode engine that serves colocated, or None if none is free.
 
-    Which it can do only if its own limits allow: else the request waits for a prefill engine.
+    A decode engine serves colocated if it lacks few tokens of the prompt, or if no prefill engine that is up can take
+    the request and disaggregation is not strict. If its own limits forbid that, the request waits for a prefill engine.
     """
     free_decode = [r for r in decode if r.has_room and r.holds(ask)]
     if not free_decode:
@@ -198,7 +198,7 @@ def too_large_for_all(
     *,
     disaggregation: Disaggregation,
 ) -> bool:
-    """Whether engines are up, and none of them could ever serve this: it waits for one that is away."""
+    """Whether engines are up but none of them could ever serve the request, which has to wait for one that is away."""
     up_decode = [r for r in decode if r.state == "up"]
     able_decode = [r for r in up_decode if r.holds(ask)]
     if not able_decode:
@@ -217,7 +217,7 @@ def num_places(
     *,
     disaggregation: Disaggregation,
 ) -> int:
-    """How many such requests `pick` places one after the other, at least: more where some need no prefill engine."""
+    """How many such requests `pick` can place now, at least. Those that need no prefill engine may fit beyond it."""
     num_decode = sum(r.num_places for r in decode if r.holds(ask))
     able = _able(prefill, ask)
     if disaggregation == "colocated" or (not able and disaggregation == "auto"):

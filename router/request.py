@@ -1,16 +1,18 @@
-"""One accepted request inside the router, and what its front door is told about it."""
+"""An accepted request inside the router, and the events that tell the front door about it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from protocol.errors import RequestError
-from protocol.messages import Address, FinishReason, RequestKey, TokenLogprobs
+from protocol.messages import Address, EngineRequest, FinishReason, RequestKey, TokenLogprobs
 from router.admission import ClientRequest
 from router.policy import NO_LOAD, AttemptLoad
 
 Path = Literal["disaggregated", "prefill_only", "colocated"]
-"""Where an attempt really ran."""
+"""Where an attempt really ran, whatever it was dispatched as."""
 
 
 class Usage(NamedTuple):
@@ -20,21 +22,19 @@ class Usage(NamedTuple):
 
 
 class Delivered(NamedTuple):
-    """New tokens of one engine step: `counts[i]` of `token_ids` go on with the answer to `request_ids[i]`, without gap
-    or repeat.
-
-    Lists are to be read, not to be changed.
+    """New tokens of one engine step. The next `counts[i]` of `token_ids` continue the answer to `request_ids[i]`,
+    without gap or repeat. Nobody changes the lists.
     """
 
     request_ids: list[str]
     token_ids: list[int]
     counts: list[int]
-    """Each at least 1; empty: one for each request."""
+    """Each is at least 1. An empty list stands for one token per request."""
     logprobs: dict[str, tuple[TokenLogprobs, ...]]
-    """By request id, one for each of its tokens, of those that asked."""
+    """By request id, one entry per token; only of requests that asked for logprobs."""
 
     def rows(self) -> Iterator[tuple[str, list[int]]]:
-        """(request id, its new tokens)."""
+        """Yields each request id with its new tokens."""
         start, counts = 0, self.counts or [1] * len(self.request_ids)
         for request_id, count in zip(self.request_ids, counts, strict=True):
             yield request_id, self.token_ids[start : start + count]
@@ -42,8 +42,8 @@ class Delivered(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """The one terminal event of a request: a finish reason, or an error. `stages`: seconds, they sum to its time in the
-    router.
+    """The one terminal event of a request, with either a finish reason or an error. `stages`: seconds, which add up to
+    the request's time in the router.
     """
 
     request_id: str
@@ -53,62 +53,83 @@ class Ended(NamedTuple):
     stages: dict[str, float]
     attempts: int
     path: Path
-    """Of the last attempt."""
+    """Where the last attempt ran."""
 
 
 @dataclass(slots=True)
 class ActiveRequest:
-    """An accepted request that is not closed: QUEUED while it has no `key`, ACTIVE while it has one."""
+    """An accepted request that is not closed. It is QUEUED while it has no `key` and ACTIVE while it has one."""
 
     request: ClientRequest
     request_number: int
     max_tokens: int
     accepted_at: float
     since: float
-    """When it was queued or dispatched last."""
+    """When it was last queued or dispatched."""
     key: RequestKey | None = None
     hashes: list[bytes] | None = None
-    """Of the full blocks of its prompt; None until a policy wants them."""
+    """Hashes of the full blocks of its prompt; None until a policy wants them."""
     attempt: int = 0
     num_failures: int = 0
     prefill: Address | None = None
-    """None when decode serves colocated, or has taken over from an engine that died."""
+    """None if decode serves colocated, or has taken over from a prefill engine that died."""
     decode: Address | None = None
     prefill_load: AttemptLoad = NO_LOAD
     decode_load: AttemptLoad = NO_LOAD
-    """As booked at dispatch, so that the same is taken off at the end."""
+    """The loads as booked at dispatch, so that the same amounts are taken off at the end."""
     split: bool = False
-    """This attempt was given to a prefill engine too."""
+    """Whether this attempt was given to a prefill engine too."""
     decode_seen: bool = False
-    """Decode has sent tokens of this attempt: it needs prefill no more."""
+    """Whether decode has sent tokens of this attempt, so that it no longer needs prefill."""
     delivered: list[int] = field(default_factory=list)
     delivered_at: float = 0.0
-    """When the last tokens came."""
+    """When its last tokens came."""
     first_offset: int = 0
-    """Tokens that were delivered when the present attempt began."""
+    """How many tokens were delivered when the present attempt began."""
     num_cached_tokens: int | None = None
-    """Of its prompt, when its first attempt began; None: not told yet."""
+    """Cached tokens of its prompt when its first attempt began; None until an engine has reported them."""
     stages: dict[str, float] = field(default_factory=dict)
     attempt_stages: dict[str, float] = field(default_factory=dict)
-    """As the engines of the present attempt report them."""
+    """Seconds by stage, as the engines of the present attempt report them."""
 
     @property
     def about(self) -> dict[str, object]:
-        """The fields of a log line about its present attempt."""
+        """Fields of log lines about its present attempt."""
         return {"request_id": self.request.request_id, "attempt": self.attempt}
 
     @property
     def path(self) -> Path:
-        """Of its last attempt, so far."""
+        """Where its last attempt has run so far."""
         return "colocated" if not self.split else "disaggregated" if self.decode_seen else "prefill_only"
 
+    def engine_request(self, now: float) -> EngineRequest:
+        """Returns the present attempt as its decode engine gets it: delivered tokens are part of the prompt there."""
+        assert self.key is not None
+        request, prompt = self.request, self.request.prompt_token_ids
+        if self.delivered:
+            prompt = np.concatenate([prompt, np.asarray(self.delivered, dtype=np.int32)])
+        return EngineRequest(
+            key=self.key,
+            request_number=self.request_number,
+            role="colocated" if self.prefill is None else "decode",
+            peer=self.prefill,
+            prompt_token_ids=prompt,
+            offset=len(self.delivered),
+            max_tokens=self.max_tokens - len(self.delivered),
+            sampling=request.sampling,
+            priority=request.priority,
+            deadline_s=None if request.deadline_s is None else max(0.0, self.accepted_at + request.deadline_s - now),
+            cache_salt=request.cache_salt,
+            traceparent=request.traceparent,
+        )
+
     def spent(self, stage: str, now: float) -> None:
-        """Books the time since the last change of state."""
+        """Books the time since the last change of state on `stage`."""
         self.stages[stage] = self.stages.get(stage, 0.0) + now - self.since
         self.since = now
 
     def close_stages(self, now: float) -> dict[str, float]:
-        """All stages. What an attempt's engines do not account for was spent between processes: `messages`."""
+        """Returns all stages. Time that the engines do not account for was spent between processes: `messages`."""
         if self.key is None:
             self.spent("router_queue", now)
             return self.stages

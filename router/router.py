@@ -1,20 +1,21 @@
 """The life of every request: R's table of the handoff protocol, row by row. The router owns requests and nothing else.
 
-1. `submit`: checked against what the engines can hold, then it waits in one queue      QUEUED
-2. `tick`: the policy picks a pair, or a decode engine colocated; both get the request      ACTIVE
-3. `StepTokens`: what lies beyond the delivered tokens goes to the client, once         ACTIVE
-4. failed, returned, an engine down: the other is told, the next attempt gets
-   prompt + delivered tokens                                                            QUEUED
-5. exactly one `Ended` per accepted request                                             CLOSED
+1. `submit` checks a request against what the engines can hold and puts it into the one queue.          QUEUED
+2. `_dispatch` asks the policy for a pair of engines, or for one decode engine that serves colocated,
+   and sends the request to them.                                                                       ACTIVE
+3. `_on_tokens` passes on, once, the tokens that lie beyond those already delivered.                    ACTIVE
+4. An attempt fails or is returned, or an engine goes down: the other engine is told, and the next
+   attempt gets the prompt and the delivered tokens.                                                    QUEUED
+5. `_close` emits exactly one `Ended` per accepted request.                                             CLOSED
+
+The file is long because it is one state table: split, the life of a request would have to be read in two places.
 """
 
 import logging
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import cast
-
-import numpy as np
 
 from protocol.block_hash import chain_hashes, root_hash
 from protocol.clock import Clock
@@ -34,7 +35,6 @@ from protocol.messages import (
     AbortRequest,
     Address,
     End,
-    EngineRequest,
     Envelope,
     FinishReason,
     Hello,
@@ -46,20 +46,20 @@ from protocol.messages import (
     TokenLogprobs,
 )
 from protocol.timers import Timers
-from router.admission import AdmissionQueue, ClientRequest, Limits
+from router.admission import AdmissionQueue, ClientRequest
 from router.config import RouterConfig
 from router.fleet import Fleet
 from router.lockstep import Lockstep
 from router.metrics_totals import ReplicaTotals
-from router.policy import POLICIES, PlacementRequest, ReplicaView, Route, num_places, pick, too_large_for_all
+from router.policy import POLICIES, PlacementRequest, ReplicaView, Route, pick, too_large_for_all
 from router.request import ActiveRequest, Delivered, Ended, Usage
 
 log = logging.getLogger(__name__)
 
 
 class Router:
-    """Decides; executes nothing. A shell or the simulator drives it: submit, cancel, handle, tick, an outbox and client
-    events.
+    """Decides and executes nothing. A shell or the simulator calls `submit`, `cancel`, `stop`, `handle` and `tick`, and
+    then empties `outbox` (messages to engines) and `events` (for clients).
     """
 
     def __init__(self, config: RouterConfig, *, address: Address, clock: Clock, seed: int) -> None:
@@ -67,7 +67,7 @@ class Router:
         self.outbox: list[tuple[Address, Message]] = []
         self.events: list[Delivered | Ended] = []
         self.lost: list[Address] = []
-        """Replicas whose messages have a lasting gap: whoever supervises them should end them."""
+        """Replicas whose messages have a lasting gap. Their supervisor should end them."""
         self._config = config
         self._clock = clock
         self._random = random.Random(seed)
@@ -82,7 +82,7 @@ class Router:
         self._draining = False
         self._drain_at: float | None = None
         self.num_cut_short = 0
-        """Requests that the drain deadline has ended."""
+        """How many requests the drain deadline has ended."""
         self.counters: dict[str, float] = dict.fromkeys(
             (
                 *("accepted", "retries", "returned", "disaggregated", "colocated", "ignored"),
@@ -90,19 +90,19 @@ class Router:
             ),
             0,
         )
-        """`disaggregated`, `colocated`: attempts as dispatched. How requests end is counted where their clients are
-        told, in the front door.
+        """`disaggregated` and `colocated` count attempts as they were dispatched. The front door counts how requests
+        end, because it tells their clients.
         """
         self.inter_token = Histogram(SECONDS)
-        """Seconds between the arrivals of two tokens of one answer; tokens that come together are 0 apart."""
+        """Seconds between the arrivals of two tokens of one answer. Tokens that come together are 0 apart."""
         self._gaps: dict[float, int] = {}
-        """Of the message in hand, not yet in `inter_token`: seconds, and how many answers waited so long. Most waited
-        for one step.
+        """Gaps of the message in hand that are not in `inter_token` yet: how many answers waited so many seconds. Most
+        of them waited equally long, for one step.
         """
         self._logprobs: dict[tuple[int, int, int], TokenLogprobs] = {}
-        """Of the message in hand, by (request_number, attempt, index in the whole answer)."""
+        """Logprobs of the message in hand, by (request_number, attempt, index in the whole answer)."""
         self._locksteps: dict[Address, Lockstep] = {}
-        """By decode engine; dropped when anything but the engine's next tokens befalls one of the requests."""
+        """By decode engine. An entry is dropped when anything but the next tokens happens to one of its requests."""
         self._handlers: dict[type, Callable[[Envelope], None]] = {
             StepTokens: self._on_tokens,
             ReplicaStatus: self._fleet.on_status,
@@ -113,19 +113,18 @@ class Router:
     # ---- clients
 
     def submit(self, *requests: ClientRequest) -> None:
-        """Accepts all of them, or none and raises a RequestError. For each one that is accepted exactly one `Ended`
-        follows.
-        """
+        """Accepts all requests, or none and raises a RequestError. Exactly one `Ended` follows each accepted one."""
         if (refusal := self._refusal()) is not None:
             raise refusal
         max_tokens = [self._check(request) for request in requests]
-        self._waiting.check_room(len(requests), self._num_places(requests, max_tokens))
+        num_places = self._fleet.num_places(requests, max_tokens, self._config.disaggregation)
+        self._waiting.check_room(len(requests), num_places)
         for request, limit in zip(requests, max_tokens, strict=True):
             self._accept(request, limit)
         self._dispatch()
 
     def _refusal(self) -> RequestError | None:
-        """Why nobody is served at present, if so. The one rule for `submit` and for `ready`."""
+        """Why no request is served at present, or None. `submit` and `ready` both follow this rule."""
         if self._draining:
             return Draining("the deployment is draining")
         if not self._fleet.has_up("decode"):
@@ -135,21 +134,10 @@ class Router:
         return None
 
     def _check(self, request: ClientRequest) -> int:
-        """Returns the answer's length limit in tokens; raises a RequestError for what can never be served."""
+        """Returns the answer's length limit in tokens. Raises a RequestError if the request cannot be served."""
         if request.request_id in self._request_numbers:
             raise InvalidRequest("request_id", request.request_id, "already in use")
-        limits = self._fleet.limits
-        assert limits is not None, "a decode engine is up"
-        max_tokens = limits.check(request)
-        self._check_prompt(limits, len(request.prompt_token_ids), max_tokens)
-        return max_tokens
-
-    def _num_places(self, requests: Sequence[ClientRequest], max_tokens: Sequence[int]) -> int:
-        """How many of them could be dispatched at once, if all were like the longest."""
-        num_tokens = max(len(request.prompt_token_ids) for request in requests)
-        ask = PlacementRequest(num_tokens, 0, max(max_tokens), (), self._clock())
-        prefill, decode = self._fleet.pool("prefill"), self._fleet.pool("decode")
-        return num_places(prefill, decode, ask, disaggregation=self._config.disaggregation)
+        return self._fleet.check(request, self._config.disaggregation)
 
     def _accept(self, request: ClientRequest, max_tokens: int) -> None:
         now = self._clock()
@@ -166,33 +154,8 @@ class Router:
         if request.deadline_s is not None:
             self._timers.set(request_number, now + request.deadline_s)
 
-    def _check_prompt(self, limits: Limits, num_prompt: int, max_tokens: int) -> None:
-        """Refuses a prompt that nobody can compute: for good where no engine ever seen can, for now while those that
-        can are away.
-
-        In strict there is no silent fallback: a prefill engine that is up must hold even the last retry of a request.
-        """
-        mode = self._config.disaggregation
-        colocated = 0 if mode == "strict" else limits.max_prompt_tokens
-        if num_prompt <= colocated:
-            return
-        up = [r for r in self._fleet.pool("prefill") if r.state == "up"]
-        longest = colocated if mode == "colocated" else max(colocated, self._fleet.max_prefill_tokens)
-        if num_prompt > longest:
-            raise InvalidRequest(
-                "prompt", f"{num_prompt} tokens", f"the longest prompt that an engine computes has {longest} tokens"
-            )
-        able = [r for r in up if num_prompt <= r.hello.max_prompt_tokens]
-        if not able:
-            raise RequestFailed(f"no prefill engine that computes a prompt of {num_prompt} tokens is up")
-        num_tokens, room = num_prompt + max_tokens - 1, max(r.max_known_tokens for r in able)
-        if mode == "strict" and num_tokens > room:
-            raise InvalidRequest(
-                "prompt", f"{num_tokens} tokens with its answer", f"prefill engines hold {room} tokens"
-            )
-
     def cancel(self, request_id: str) -> None:
-        """The client is gone. Unknown or closed requests are fine."""
+        """Ends a request whose client is gone. Unknown and closed requests are ignored."""
         entry = self._find(request_id)
         if entry is not None:
             self._abort_engines(entry, "client")
@@ -200,7 +163,7 @@ class Router:
             self._dispatch()
 
     def stop(self, request_id: str) -> None:
-        """A stop string is complete in the delivered text: the answer ends here, tokens decoded past it are waste."""
+        """Ends an answer whose delivered text completes a stop string. Tokens decoded past it are dropped."""
         entry = self._find(request_id)
         if entry is not None:
             self._abort_engines(entry, "superseded")
@@ -210,9 +173,7 @@ class Router:
     # ---- engines
 
     def handle(self, envelope: Envelope) -> None:
-        """One message of an engine, in its order. What comes from an epoch that is not the replica's present one is
-        dropped.
-        """
+        """Takes one message of an engine; the caller keeps their order. Messages of past epochs are dropped."""
         if envelope.receiver != self.address or not self._fleet.knows(envelope.sender):
             self.counters["ignored"] += 1
             return
@@ -223,21 +184,21 @@ class Router:
         self._dispatch()
 
     def replica_started(self, address: Address) -> None:
-        """The supervisor started an engine. It answers our status with its `Hello`."""
+        """Takes note of an engine that the supervisor started. It gets a status, and answers with its `Hello`."""
         old = self._fleet.started(address)
         if old is not None:
             self.replica_down(old)
         self._send_status(address)
 
     def replica_down(self, address: Address) -> None:
-        """An engine is dead for certain: its attempts go on elsewhere."""
+        """Takes note that an engine is certainly dead. Its attempts go on elsewhere."""
         self._fleet.down(address)
         self._leave_replica(address, suspected=False)
         self._dispatch()
 
     def replica_lost(self, address: Address) -> None:
-        """Messages from an engine are missing for good. It may still live: its attempts are aborted there, and the
-        supervisor is told.
+        """Takes note that messages of an engine are missing for good. It may still live, so its attempts are aborted
+        there, and the supervisor is told.
         """
         if self._fleet.knows(address):
             log.warning("messages of an engine are missing for good", extra={"peer": label(address)})
@@ -247,16 +208,16 @@ class Router:
             self.replica_down(address)
 
     def drain_replica(self, address: Address, deadline_s: float) -> None:
-        """Sends nothing new there; what it has by the deadline comes back and goes elsewhere."""
+        """Sends nothing new to an engine. Requests that it still has at the deadline come back and go elsewhere."""
         self._fleet.drain(address, deadline_s)
 
     def drain(self, deadline_s: float) -> None:
-        """Takes nothing new; what is open by the deadline is ended with an error."""
+        """Takes no new requests. Those still open in `deadline_s` seconds are ended with an error."""
         self._draining = True
         self._drain_at = self._clock() + deadline_s
 
     def tick(self) -> None:
-        """Deadlines, silent engines, the drain deadline, the status, the waiting queue."""
+        """Handles whatever is due: deadlines, silent engines, the end of a drain, the status, the waiting queue."""
         now = self._clock()
         for request_number in self._timers.due(now):
             entry = self._open[request_number]
@@ -280,7 +241,7 @@ class Router:
 
     @property
     def ready(self) -> bool:
-        """New requests are taken."""
+        """Whether new requests are taken."""
         return self._refusal() is None
 
     @property
@@ -293,16 +254,16 @@ class Router:
 
     @property
     def num_queued(self) -> int:
-        """Requests that wait here for engines with room."""
+        """How many requests wait for engines with room."""
         return len(self._waiting)
 
     @property
     def oldest_queued_s(self) -> float:
-        """How long the one that waits longest has waited; 0 when none waits."""
+        """How many seconds the request that waits longest has waited; 0 if none waits."""
         return max((self._clock() - entry.since for entry in self._open.values() if entry.key is None), default=0.0)
 
     def totals(self) -> dict[str, ReplicaTotals]:
-        """By replica id, what it has counted in all its lives."""
+        """Returns by replica id what the replica has counted in all its lives."""
         return self._fleet.totals()
 
     @property
@@ -310,11 +271,11 @@ class Router:
         return self._fleet.limits.max_model_len if self._fleet.limits else 0
 
     def replicas(self) -> Iterator[ReplicaView]:
-        """Every engine that has said hello and is not down."""
+        """Iterates over all engines that have said hello and are not down."""
         return iter(self._fleet)
 
     def active(self) -> list[ActiveRequest]:
-        """Requests that engines work on."""
+        """Returns the requests that engines work on."""
         return [entry for entry in self._open.values() if entry.key is not None]
 
     # ---- messages of engines
@@ -337,14 +298,14 @@ class Router:
             if entry is not None:
                 entry.attempt_stages.update(seconds)
                 if entry.num_cached_tokens is None and not entry.first_offset:
-                    entry.num_cached_tokens = num_cached  # of an attempt with delivered tokens it would be its own work
+                    entry.num_cached_tokens = num_cached  # later attempts find their own tokens in the cache
         for end in message.ends:
             entry = self._current(sender, end.request_number, end.attempt)
             if entry is not None:
                 self._on_end(entry, sender, end)
 
     def _on_rows(self, message: StepTokens, sender: Address, now: float) -> None:
-        """Each row for itself."""
+        """Takes a message row by row, and begins a lockstep if its rows allow one."""
         self._locksteps.pop(sender, None)
         start, token_ids, entries = 0, message.token_ids.tolist(), []
         delivered = Delivered([], [], [], {})
@@ -374,7 +335,7 @@ class Router:
             self._locksteps[sender] = lockstep
 
     def _current(self, sender: Address, request_number: int, attempt: int) -> ActiveRequest | None:
-        """The request a row is about, if that attempt is still the one that counts and `sender` works on it."""
+        """Returns the request of a row, or None if another attempt counts by now or `sender` does not work on it."""
         entry = self._open.get(request_number)
         if (
             entry is None
@@ -389,7 +350,9 @@ class Router:
     def _deliver(
         self, entry: ActiveRequest, sender: Address, offset: int, token_ids: list[int], now: float, delivered: Delivered
     ) -> None:
-        """Adds to `delivered` what lies beyond the delivered tokens; both engines may bring the same ones."""
+        """Adds to `delivered` the tokens that lie beyond those already delivered. Both engines may bring the same ones.
+        Raises ProtocolError if tokens are missing in between, or if logprobs are missing that the request asked for.
+        """
         num_delivered = len(entry.delivered)
         if offset > num_delivered:
             raise ProtocolError(f"{entry.key}: tokens start at {offset}, only {num_delivered} were delivered")
@@ -447,10 +410,9 @@ class Router:
     # ---- attempts
 
     def _dispatch(self) -> None:
-        """Gives engines to the head of the line as long as the policy finds some. The head that finds none stops the
-        line.
-
-        Not so one that only engines which are away could serve: it keeps its place and lets the others pass.
+        """Dispatches requests from the head of the queue as long as the policy finds engines for them. A head without
+        engines holds up all others, unless only engines that are away could serve it: then it keeps its place and lets
+        the others pass.
         """
         if not len(self._waiting):
             return
@@ -478,8 +440,8 @@ class Router:
             self._waiting.push(entry.request_number, entry.request.priority, front=True)
 
     def _ask(self, entry: ActiveRequest) -> PlacementRequest:
-        """What the policies know of a request; its hashes, of the prompt alone, are computed once, and only if a policy
-        looks at them.
+        """Returns what policies know of a request. The hashes cover the prompt alone; they are computed once, and only
+        if a policy looks at them.
         """
         if entry.hashes is None and (
             POLICIES[self._config.policy].wants_hashes or self._config.min_disaggregated_tokens
@@ -501,28 +463,10 @@ class Router:
         entry.key = RequestKey(self.address.epoch, entry.request.request_id, entry.attempt)
         entry.prefill, entry.decode, entry.decode_seen = chosen.prefill, chosen.decode, False
         entry.first_offset = len(entry.delivered)
-        log.debug(
-            "attempt started", extra=entry.about | {"peers": [label(a) for a in (chosen.prefill, chosen.decode) if a]}
-        )
+        peers = [label(address) for address in chosen if address]
+        log.debug("attempt started", extra=entry.about | {"peers": peers})
         entry.split = chosen.prefill is not None
-        request = entry.request
-        prompt = request.prompt_token_ids
-        if entry.delivered:
-            prompt = np.concatenate([prompt, np.asarray(entry.delivered, dtype=np.int32)])
-        message = EngineRequest(
-            key=entry.key,
-            request_number=entry.request_number,
-            role="colocated" if chosen.prefill is None else "decode",
-            peer=chosen.prefill,
-            prompt_token_ids=prompt,
-            offset=len(entry.delivered),
-            max_tokens=entry.max_tokens - len(entry.delivered),
-            sampling=request.sampling,
-            priority=request.priority,
-            deadline_s=None if request.deadline_s is None else max(0.0, entry.accepted_at + request.deadline_s - now),
-            cache_salt=request.cache_salt,
-            traceparent=request.traceparent,
-        )
+        message = entry.engine_request(now)
         self.outbox.append((chosen.decode, message))
         entry.decode_load = self._fleet.load_of(chosen.decode, ask)
         self._fleet.load(chosen.decode, entry.decode_load)
@@ -533,7 +477,7 @@ class Router:
             self._fleet.load(chosen.prefill, entry.prefill_load)
 
     def _leave_attempt(self, entry: ActiveRequest) -> None:
-        """The one way out of ACTIVE: both in-flight counters go down, what the attempt spent is booked."""
+        """Takes a request out of ACTIVE and its load off both engines. There is no other way out of ACTIVE."""
         if entry.key is None:
             return
         self._forget_lockstep(entry)
@@ -550,25 +494,20 @@ class Router:
         self._waiting.push(entry.request_number, entry.request.priority, front=front)
 
     def _failed(self, entry: ActiveRequest, error: str) -> None:
-        """One attempt failed: try again from what was delivered, or give up."""
+        """Starts over from the delivered tokens after a failed attempt, or gives up after `max_attempts` failures."""
         peers = [label(address) for address in (entry.prefill, entry.decode) if address]
         log.warning("attempt failed", extra=entry.about | {"peers": peers, "error": error})
         entry.num_failures += 1
         if entry.num_failures >= self._config.max_attempts:
-            self._close(
-                entry,
-                None,
-                RequestFailed(
-                    f"{entry.num_failures} attempts failed, max_attempts is {self._config.max_attempts}: {error}"
-                ),
-            )
+            limit = f"max_attempts is {self._config.max_attempts}"
+            self._close(entry, None, RequestFailed(f"{entry.num_failures} attempts failed, {limit}: {error}"))
             return
         self.counters["retries"] += 1
         self._requeue(entry, front=True)
 
     def _leave_replica(self, address: Address, *, suspected: bool) -> None:
-        """An engine is down or suspected: every attempt on it ends here, or goes on without it where decode has taken
-        over.
+        """Ends every attempt on an engine that is down or suspected. Attempts that decode has taken over go on without
+        their prefill engine.
         """
         for entry in list(self._open.values()):
             if entry.key is None:
@@ -597,7 +536,7 @@ class Router:
         self._abort(entry, entry.decode, reason)
 
     def _close(self, entry: ActiveRequest, finish_reason: FinishReason | None, error: RequestError | None) -> None:
-        """The one terminal event."""
+        """Closes a request with its one terminal event."""
         stages = entry.close_stages(self._clock())
         self._leave_attempt(entry)
         self._waiting.remove(entry.request_number)

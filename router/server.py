@@ -1,14 +1,14 @@
 """The gRPC front door.
 
-1. A call arrives as bytes; gRPC itself refuses what is far over `max_message_bytes`, so that nobody fills the memory.
-2. The front door validates, tokenises and submits it, and yields the answer in pieces.
-3. Each piece is written as soon as the client takes it. A client that takes nothing for `write_timeout_s` loses its
-   stream.
-4. A RequestError ends the call with its status; a closed call or a passed deadline cancels the handler, and with it the
-   request.
+1. A call arrives as bytes. gRPC itself refuses messages far over `max_message_bytes`, so that nobody fills the memory.
+2. The front door validates, tokenises and submits the request, and yields the answer in pieces.
+3. Each piece is encoded and written as soon as the client takes it. A client that takes nothing for `write_timeout_s`
+   loses its stream.
+4. A RequestError ends the call with its status. A closed call or a passed deadline cancels the handler and the request.
 """
 
 import asyncio
+import importlib.metadata
 import math
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import aclosing
@@ -24,6 +24,7 @@ from grpc_reflection.v1alpha import reflection
 
 from protocol.errors import CapacityError, InvalidRequest, Overloaded, RequestCancelled, RequestError
 from router.config import RouterConfig
+from router.encode import encode_load, encode_piece
 from router.frontdoor import FrontDoor
 from router.parse import parse_abort, parse_bytes
 from twopass.proto import twopass_pb2 as pb
@@ -32,15 +33,15 @@ M = TypeVar("M", bound=Message)
 
 SERVICE = "twopass.v1.Twopass"
 MAX_DETAILS_BYTES = 800
-"""Of an error's text: with its copies in the metadata it must stay below the 8 KB of headers that clients accept."""
+"""Longest text of an error. With its copies in the metadata it must fit into the 8 KB of headers a client takes."""
 HARD_LIMIT_FACTOR = 4
-"""Between max_message_bytes and this many times as much a call gets a status that says what is wrong with it."""
+"""Messages up to this many times `max_message_bytes` are read, so that the status can say what is wrong with them."""
 FLUSH_TICKS = 10
-"""Ticks that the core's last errors have to reach their clients before what is left is cut off."""
+"""How many ticks the core's last errors get to reach their clients before the server closes."""
 
 
 class Context(Protocol):
-    """The part of `grpc.aio.ServicerContext` used here; grpcio ships no types."""
+    """The part of `grpc.aio.ServicerContext` that is used here; grpcio ships no types."""
 
     def time_remaining(self) -> float | None: ...
     def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]]: ...
@@ -52,14 +53,14 @@ class Context(Protocol):
 
 
 class Server:
-    """Listens from `start` to `stop`, on the event loop it was made on."""
+    """Listens from `start` to `stop`, on the event loop on which it was made."""
 
     def __init__(self, door: FrontDoor, config: RouterConfig) -> None:
         self._door, self._config = door, config
         self._server = grpc.aio.server(
             options=[
                 ("grpc.max_receive_message_length", HARD_LIMIT_FACTOR * config.max_message_bytes),
-                ("grpc.so_reuseport", 0),  # else a second server shares the port in silence
+                ("grpc.so_reuseport", 0),  # otherwise a second server would silently share the port
                 ("grpc.keepalive_time_ms", 30_000),
                 ("grpc.keepalive_timeout_ms", 10_000),
                 ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
@@ -70,12 +71,12 @@ class Server:
         self._stopped = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._writers: set[_Writer] = set()
-        # requests come as bytes: a message gRPC itself cannot parse would end as INTERNAL
+        # Requests come as bytes: if gRPC parsed them, a damaged message would end as INTERNAL.
         handlers = {
             "Generate": grpc.unary_stream_rpc_method_handler(
                 self._generate, response_serializer=pb.GenerateResponse.SerializeToString
             ),
-            "Tokenize": self._unary(pb.TokenizeRequest, door.tokenize),
+            "Tokenize": self._unary(pb.TokenizeRequest, self._tokenize),
             "GetModelInfo": self._unary(pb.GetModelInfoRequest, self._get_model_info),
             "Abort": self._unary(pb.AbortRequest, self._abort_request),
             "GetServerInfo": self._unary(pb.GetServerInfoRequest, self._get_server_info),
@@ -100,7 +101,7 @@ class Server:
         return int(port)
 
     async def wait(self) -> None:
-        """Returns after `stop`. Raises what broke the core, if something did: a bug."""
+        """Returns after `stop`. Raises whatever error broke the core; such an error is a bug."""
         stopped = asyncio.create_task(self._stopped.wait())
         await asyncio.wait([stopped, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
@@ -109,7 +110,7 @@ class Server:
                 task.result()
 
     async def stop(self, grace_s: float) -> None:
-        """Accepts nothing new, gives open answers `grace_s` seconds to end, then ends them with an error."""
+        """Accepts nothing new, gives open answers `grace_s` seconds to end, and then ends them with an error."""
         self._door.drain(grace_s)
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s + FLUSH_TICKS * self._config.tick_interval_s)
@@ -120,6 +121,7 @@ class Server:
         self._stopped.set()
 
     async def _watch(self) -> None:
+        """Reports health and ends streams whose clients take nothing, once per tick."""
         while True:
             await self._report_health()
             oldest = asyncio.get_running_loop().time() - self._config.write_timeout_s
@@ -145,11 +147,11 @@ class Server:
             async with aclosing(answers) as pieces:
                 async for piece in pieces:
                     writer.since = now()
-                    # by itself: gRPC could send no status after a first write that was cancelled with the headers in it
+                    # The headers go alone: if the first write carried them and was cancelled, no status could follow.
                     if not began:
                         await context.send_initial_metadata(())
                         began = True
-                    await context.write(piece)
+                    await context.write(encode_piece(piece))
                     writer.since = math.inf
         except asyncio.CancelledError:
             if not writer.gave_up:
@@ -162,9 +164,7 @@ class Server:
             self._writers.discard(writer)
 
     def _unary(self, kind: type[M], answer: Callable[[Callable[[], M]], Awaitable[Message]]) -> grpc.RpcMethodHandler:
-        """A handler of a call with one answer. `answer` gets a function that parses the request, and may raise
-        RequestError.
-        """
+        """Returns a handler of a call with one answer. `answer` gets a function that parses its request."""
 
         async def handle(data: bytes, context: Context) -> Message:
             try:
@@ -176,16 +176,31 @@ class Server:
             handle, response_serializer=lambda message: message.SerializeToString()
         )
 
+    async def _tokenize(self, read: Callable[[], pb.TokenizeRequest]) -> pb.TokenizeResponse:
+        token_ids = await self._door.tokenize(read)
+        return pb.TokenizeResponse(token_ids=token_ids.tolist(), max_model_len=self._door.core.max_model_len)
+
     async def _abort_request(self, read: Callable[[], pb.AbortRequest]) -> pb.AbortResponse:
         return pb.AbortResponse(aborted=self._door.abort(parse_abort(read())))
 
     async def _get_server_info(self, read: Callable[[], pb.GetServerInfoRequest]) -> pb.GetServerInfoResponse:
         read()
-        return self._door.info()
+        door = self._door
+        return pb.GetServerInfoResponse(
+            version=_version(),
+            model=door.model.name,
+            max_model_len=door.core.max_model_len,
+            ready=door.core.ready,
+            uptime_s=door.uptime_s,
+            max_message_bytes=self._config.max_message_bytes,
+            max_queue=self._config.max_queue,
+        )
 
     async def _get_loads(self, read: Callable[[], pb.GetLoadsRequest]) -> pb.GetLoadsResponse:
         read()
-        return self._door.loads()
+        door = self._door
+        replicas = [encode_load(replica, age_s) for replica, age_s in door.loads()]
+        return pb.GetLoadsResponse(num_open=door.num_open, num_queued=door.core.num_queued, replicas=replicas)
 
     async def _get_model_info(self, read: Callable[[], pb.GetModelInfoRequest]) -> pb.GetModelInfoResponse:
         read()
@@ -199,8 +214,9 @@ class Server:
 
 
 class _Writer:
-    """A call's handler, which may wait for a client that takes nothing. All are watched by one timer: a timer per token
-    would cost a sixth of what a token costs here."""
+    """A call's handler, which may wait for a client that takes nothing. `_watch` looks at all of them on its own timer:
+    a timer per token would cost a sixth of what a token costs here.
+    """
 
     __slots__ = ("gave_up", "since", "task")
 
@@ -209,7 +225,7 @@ class _Writer:
         assert task is not None
         self.task = task
         self.since = math.inf
-        """When the write began that it waits for, by the event loop's clock."""
+        """When the present write began, in seconds of the event loop's clock; infinity if none is under way."""
         self.gave_up = False
 
     def give_up(self) -> None:
@@ -217,20 +233,27 @@ class _Writer:
         self.task.cancel()
 
 
+def _version() -> str:
+    """Version of the installed package, or "" where the server runs from a source tree."""
+    try:
+        return importlib.metadata.version("twopass")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
 def _traceparent(context: Context) -> str:
-    return next(
-        (value for name, value in context.invocation_metadata() if name == "traceparent" and isinstance(value, str)), ""
-    )
+    for name, value in context.invocation_metadata():
+        if name == "traceparent" and isinstance(value, str):
+            return value
+    return ""
 
 
 async def _abort(context: Context, error: RequestError) -> NoReturn:
-    """Ends the call with the error's status; what it knows beyond that goes into the trailing metadata, plain and as
-    google.rpc.Status.
+    """Ends the call with the error's status. A hint when to retry, or the wrong field, goes into the trailing metadata,
+    as plain text and as google.rpc.Status.
     """
-    code, text = (
-        grpc.StatusCode[error.code],
-        str(error).encode("utf-8", "replace")[:MAX_DETAILS_BYTES].decode("utf-8", "ignore"),
-    )
+    code = grpc.StatusCode[error.code]
+    text = str(error).encode("utf-8", "replace")[:MAX_DETAILS_BYTES].decode("utf-8", "ignore")
     status = status_pb2.Status(code=code.value[0], message=text)
     metadata: tuple[tuple[str, str | bytes], ...] = ()
     if isinstance(error, Overloaded):

@@ -1,6 +1,7 @@
-"""Text to token ids and back, and chat messages to a prompt, from the files of a model directory.
+"""Turns text into token ids and back, and chat messages into a prompt.
 
-Read: `tokenizer.json`; the chat template from `chat_template.jinja`, else from `tokenizer_config.json`.
+The tokenizer comes from `tokenizer.json` in a model directory, the chat template from `chat_template.jinja` or, without
+that, from `tokenizer_config.json`.
 """
 
 import functools
@@ -21,7 +22,7 @@ from protocol.errors import InvalidRequest, ModelError
 
 
 def _byte_characters() -> dict[str, int]:
-    """The alphabet of byte-level BPE: printable Latin-1 stands for itself, the other bytes for 256, 257, ..."""
+    """Returns the alphabet of byte-level BPE. Printable Latin-1 bytes are themselves; the others are 256, 257, ..."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in printable)
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -29,44 +30,46 @@ def _byte_characters() -> dict[str, int]:
 
 BYTE_OF = _byte_characters()
 BLANK = "▁"
+"""What SentencePiece writes for a blank."""
 
 
 class Tokenizer(Protocol):
-    """What the front doors need. Methods are safe to call from several threads at once."""
+    """What the front door needs of a tokenizer. Several threads may call its methods at once."""
 
     @property
     def token_bytes(self) -> Sequence[bytes]:
-        """Per token id its part of the answer's text in UTF-8, cut anywhere; empty for special tokens."""
+        """By token id, its part of a text in UTF-8. It may be a part of a character; special tokens have none."""
 
     @property
     def has_chat_template(self) -> bool: ...
 
     def encode(self, text: str) -> Int32:
-        """A prompt as it stands, with the tokenizer's own leading tokens. Raises InvalidRequest."""
+        """Tokenises a prompt as it is, with the tokenizer's own leading tokens. Raises InvalidRequest."""
 
     def decode(self, token_ids: Int32) -> str:
-        """Special tokens are left out, unknown ids too; what is no UTF-8 becomes U+FFFD."""
+        """Returns the text of tokens. Special tokens and unknown ids have none; what is not UTF-8 becomes U+FFFD."""
 
     def least_tokens(self, text: str) -> int:
-        """Tokens that a text has at least: a lower bound that costs much less than `encode`, 0 where none is known."""
+        """Returns a lower bound of a text's tokens, or 0 if none is known. It costs much less than `encode`."""
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Messages of `role` and `content` as one text, up to where the assistant answers. Raises InvalidRequest."""
+        """Writes messages of `role` and `content` as one text, up to the assistant's answer. Raises InvalidRequest."""
 
     def encode_chat(self, text: str) -> Int32:
-        """What `render` returned."""
+        """Tokenises a text that `render` returned."""
 
 
 def load_tokenizer(model_dir: Path | None, vocab_size: int) -> Tokenizer:
-    """The tokenizer of a model directory, or a `NumberTokenizer` where there is none. Raises ModelError."""
+    """Returns a model directory's tokenizer, or a `NumberTokenizer` if it has none. Raises ModelError."""
     if model_dir is None or not (model_dir / "tokenizer.json").exists():
         return NumberTokenizer(vocab_size)
     return TextTokenizer(model_dir)
 
 
 class TextTokenizer:
-    """A tokenizer whose tokens are byte strings, whatever stands around them: byte-level BPE (GPT-2's kind: Llama 3,
-    Qwen, SmolLM2), or SentencePiece's kind with "▁" for a blank (Llama 2, Mistral)."""
+    """A tokenizer whose tokens are byte strings, whatever their neighbours are: byte-level BPE as in GPT-2 (Llama 3,
+    Qwen, SmolLM2), or SentencePiece's kind with "▁" for a blank (Llama 2, Mistral).
+    """
 
     def __init__(self, model_dir: Path) -> None:
         path = model_dir / "tokenizer.json"
@@ -89,17 +92,15 @@ class TextTokenizer:
             self.token_bytes = _token_bytes(self._tokenizer, spelt, spelt)
             vocabulary = self._tokenizer.get_vocab()
             lossless, known = _is_lossless_sentence_piece(source, vocabulary), {bytes([byte]) for byte in range(256)}
-            spellings = [
-                token.encode() for token in vocabulary
-            ]  # no shorter than a prompt's text: it may spell "▁" itself
+            # A prompt may hold "▁" itself, so the spelling is what bounds the bytes of its text.
+            spellings = [token.encode() for token in vocabulary]
         else:
-            raise ModelError(
-                f"{path}: decoder {kinds} is not served, only ByteLevel and what SentencePiece models have"
-            )
+            served = "only ByteLevel and what SentencePiece models have"
+            raise ModelError(f"{path}: decoder {kinds} is not served, {served}")
         self._longest = max(map(len, spellings), default=0) if lossless else 0
-        """Bytes that one token can stand for, at most; 0: any number."""
+        """The most bytes of a text that one token can stand for, or 0 if there is no limit."""
         self._unknown = bytes(byte for byte in range(256) if bytes([byte]) not in known)
-        """Bytes that no token stands for: they are lost."""
+        """The bytes that no token stands for. They get lost in `encode`."""
         self._template = _load_chat_template(model_dir)
 
     @property
@@ -125,7 +126,7 @@ class TextTokenizer:
 
 
 class NumberTokenizer:
-    """Stands in where a model has no text: token 17 reads `<17> `."""
+    """Stands in for the tokenizer of a model without text. Token 17 reads `<17> `."""
 
     has_chat_template = True
 
@@ -153,7 +154,7 @@ class NumberTokenizer:
 
 
 def join_bytes(token_bytes: Sequence[bytes], token_ids: list[int]) -> bytes:
-    """Ids outside the vocabulary (padding rows of an embedding) have no text."""
+    """Joins the bytes of tokens. Ids outside the vocabulary (padding rows of an embedding) have none."""
     size = len(token_bytes)
     return b"".join([token_bytes[token_id] for token_id in token_ids if 0 <= token_id < size])
 
@@ -161,8 +162,8 @@ def join_bytes(token_bytes: Sequence[bytes], token_ids: list[int]) -> bytes:
 def _token_bytes(
     tokenizer: tokenizers.Tokenizer, spelt: Callable[[str], bytes], spelt_added: Callable[[str], bytes]
 ) -> list[bytes]:
-    """By token id. `spelt` and `spelt_added`: the bytes of a token of the vocabulary, and of one that was added to
-    it.
+    """Returns the bytes of every token by its id. `spelt` gives those of a token of the vocabulary, `spelt_added` those
+    of a token that was added to it.
     """
     vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=False)
     added = tokenizer.get_added_tokens_decoder()
@@ -175,7 +176,7 @@ def _token_bytes(
 
 
 def _byte_level(token: str) -> bytes:
-    """A token outside the alphabet stands for its own text."""
+    """Returns the bytes of a token. A token outside the alphabet stands for its own text."""
     return bytes(BYTE_OF[c] for c in token) if all(c in BYTE_OF for c in token) else token.encode()
 
 
@@ -186,7 +187,7 @@ def _sentence_piece(token: str, byte_fallback: bool) -> bytes:
 
 
 def _is_sentence_piece(decoders: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether decoding is: blanks for "▁", bytes for "<0x..>" perhaps, all joined, one blank off the start perhaps."""
+    """Whether decoding puts blanks for "▁", maybe bytes for "<0x..>", joins all, and maybe strips a leading blank."""
     metaspace = [part for part in decoders if part.get("type") != "ByteFallback"]
     if len(metaspace) == 1 and metaspace[0].get("type") == "Metaspace":
         return bool(metaspace[0].get("replacement") == BLANK)
@@ -201,7 +202,7 @@ def _is_sentence_piece(decoders: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _is_lossless(source: dict[str, Any]) -> bool:
-    """Whether the tokens' bytes are the text's, but for unknown ones: nothing normalised, stripped or removed."""
+    """Whether tokens keep all known bytes of a text, because nothing is normalised, stripped or removed."""
     pre = source.get("pre_tokenizer") or {}
     parts = pre.get("pretokenizers", [pre])
     kept = all(
@@ -212,12 +213,8 @@ def _is_lossless(source: dict[str, Any]) -> bool:
 
 
 def _is_lossless_sentence_piece(source: dict[str, Any], vocabulary: Mapping[str, int]) -> bool:
-    """Likewise: blanks replaced and put in front, characters without a token spelt in bytes, and nothing else."""
-    normalizer, pre, model = (
-        source.get("normalizer") or {},
-        source.get("pre_tokenizer") or {},
-        source.get("model") or {},
-    )
+    """Like `_is_lossless`: blanks may be replaced or put in front, and characters without a token spelt in bytes."""
+    normalizer, pre, model = (source.get(name) or {} for name in ("normalizer", "pre_tokenizer", "model"))
     parts = [part for part in normalizer.get("normalizers", [normalizer]) if part and part.get("type") != "Prepend"]
     replaced = all(part == {"type": "Replace", "pattern": {"String": " "}, "content": BLANK} for part in parts)
     stripped = any(added.get("lstrip") or added.get("rstrip") for added in source.get("added_tokens", []))
@@ -226,7 +223,7 @@ def _is_lossless_sentence_piece(source: dict[str, Any], vocabulary: Mapping[str,
 
 
 class _ChatTemplate:
-    """A model's Jinja template, run in a sandbox: model files are data from strangers."""
+    """A model's Jinja template. It runs in a sandbox, because model files are data from strangers."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
@@ -239,9 +236,8 @@ class _ChatTemplate:
         try:
             return self._template.render(messages=messages, add_generation_prompt=True, **self._special_tokens)
         except (jinja2.TemplateError, TypeError) as error:
-            raise InvalidRequest(
-                "chat", f"{len(messages)} messages", f"refused by the chat template: {error}"
-            ) from error
+            reason = f"refused by the chat template: {error}"
+            raise InvalidRequest("chat", f"{len(messages)} messages", reason) from error
 
 
 def _refuse(message: str) -> NoReturn:
@@ -253,7 +249,7 @@ def _load_chat_template(model_dir: Path) -> _ChatTemplate | None:
     try:
         config: dict[str, Any] = json.loads(config_path.read_text(encoding="utf-8")) if config_path.exists() else {}
         source = template_path.read_text(encoding="utf-8") if template_path.exists() else config.get("chat_template")
-        if isinstance(source, list):  # several named templates
+        if isinstance(source, list):  # there are several named templates
             source = {entry["name"]: entry["template"] for entry in source}.get("default")
         if source is None:
             return None

@@ -1,16 +1,17 @@
-"""OpenTelemetry spans of calls, made from the durations that router and engines report; none unless
-`router.otlp_endpoint` is set.
+"""OpenTelemetry spans of calls, made from the durations that router and engines report.
 
-    generate                            from a call's arrival to its end; child of the caller's span (W3C `traceparent`)
-    ├── queue                           of each answer: one after the other, as `STAGES` says
+    generate                            a call from arrival to end; child of the caller's span (W3C `traceparent`)
+    ├── queue                           the four parts of each answer follow one another, as `STAGES` says
     ├── prefill
     ├── transfer
     └── decode
 
-What no stage accounts for (`messages`, `deliver`) is no span: so far a child may begin earlier than it did. Exact are
-the durations; every stage by itself is an attribute of `generate`, beside what was asked and billed under the names of
-OpenTelemetry's conventions for generative AI (`gen_ai.*`). Only with an endpoint are the packages looked for:
-`pip install 'twopass[tracing]'`.
+The durations are exact. Times that belong to no part (`messages`, `deliver`) have no span, so a child may begin earlier
+than its work did. `generate` has every stage as an attribute, and what was asked for and used under the names that
+OpenTelemetry's conventions for generative AI give them (`gen_ai.*`).
+
+There are no spans unless `router.otlp_endpoint` is set. Only then are the packages needed that
+`pip install 'twopass[tracing]'` installs.
 """
 
 import re
@@ -34,41 +35,44 @@ STAGES = {
     "transfer": ("reserve_wait", "transfer", "decode_queue"),
     "decode": ("first_step", "decode"),
 }
-"""Spans in their order, and the stages of a request that each one covers; one without a stage is left out."""
+"""The spans in their order, with the stages of a request that each one covers. A span without a stage is left out."""
 EXPORT_TIMEOUT_S = 2.0
+"""How long one export to the endpoint may take."""
 
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 def valid_traceparent(text: str) -> str:
-    """`text`, or "" if it is none of version 00: then the caller's trace is unknown, and a new one begins."""
+    """Returns `text`, or "" if it is no valid W3C traceparent. Then a new trace begins."""
     return text if _TRACEPARENT.fullmatch(text) else ""
 
 
 class CallTrace(Protocol):
-    """One call. `traceparent`: what the engines are told."""
+    """The trace of one call. `traceparent` is what the engines are told."""
 
     traceparent: str
 
     def asked(self, model: str, call_id: str, requests: Sequence[ClientRequest]) -> None:
-        """The call is accepted: one request for each answer, alike but for id and seed."""
+        """Records that the call is accepted. There is one request for each answer; they differ in id and seed only."""
 
     def answered(self, index: int, ended: Ended, told: str, tokenize_s: float) -> None:
-        """An answer has ended. `told`: how, for its client. `tokenize_s`: between the call's arrival and its way into
-        the queue.
+        """Records that an answer has ended. `told`: how it ended for its client. `tokenize_s`: seconds from the call's
+        arrival to its submission.
         """
 
     def end(self, code: str) -> None:
-        """The call is over. `code`: name of its gRPC status."""
+        """Records that the call is over. `code`: the name of its gRPC status."""
 
 
 class Tracing(Protocol):
+    """Makes a trace for each call."""
+
     def begin(self, traceparent: str) -> CallTrace:
-        """A call arrives now. `traceparent`: as its metadata has it, "" without."""
+        """Begins the trace of a call that arrives now. `traceparent`: as the caller sent it, or ""."""
 
 
 class Untraced:
-    """Hands the caller's context on and records nothing."""
+    """Passes the caller's context on to the engines and records nothing."""
 
     def __init__(self, traceparent: str = "") -> None:
         self.traceparent = traceparent
@@ -87,8 +91,8 @@ class Untraced:
 
 
 class SpanTracing:
-    """Records every call, but not one whose caller has decided against (flag `sampled`). `wall_ns`: nanoseconds since
-    1970.
+    """Records every call whose caller does not forbid it (flag `sampled` of its traceparent). `wall_ns` returns
+    nanoseconds since 1970.
     """
 
     def __init__(self, provider: "TracerProvider", wall_ns: Callable[[], int] = time.time_ns) -> None:
@@ -99,11 +103,13 @@ class SpanTracing:
         return _CallSpans(self._tracer, valid_traceparent(traceparent), self._wall_ns)
 
     def close(self) -> None:
-        """Exports what is left: blocks for as long as the endpoint lets it."""
+        """Exports the remaining spans. It blocks until the endpoint has taken them, or has not in time."""
         self._provider.shutdown()
 
 
 class _CallSpans:
+    """The spans of one call."""
+
     def __init__(self, tracer: "Tracer", traceparent: str, wall_ns: Callable[[], int]) -> None:
         from opentelemetry.trace import SpanKind, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -117,7 +123,7 @@ class _CallSpans:
         w3c.inject(carrier, self._context)
         self.traceparent = carrier["traceparent"]
         self._told: list[str] = []
-        """How each answer ended so far."""
+        """How each answer that has ended so far ended."""
         self._num_output_tokens = 0
 
     def asked(self, model: str, call_id: str, requests: Sequence[ClientRequest]) -> None:
@@ -156,7 +162,7 @@ class _CallSpans:
 
 
 def _request_attributes(model: str, request: ClientRequest, num_answers: int) -> dict[str, str | int | float]:
-    """As OpenTelemetry's semantic conventions for generative AI name them; what was not asked for is left out."""
+    """Names a request's parameters as OpenTelemetry's conventions for generative AI do. Unset ones are left out."""
     sampling = request.sampling
     asked: dict[str, str | int | float | None] = {
         "gen_ai.operation.name": "text_completion",
@@ -181,8 +187,8 @@ def _ns(seconds: float) -> int:
 
 
 def export_to(endpoint: str) -> SpanTracing:
-    """Sends spans to a collector's OTLP/HTTP door, in the background; one that cannot be reached costs the spans.
-    Raises ConfigError.
+    """Returns a tracing that sends spans to a collector over OTLP/HTTP, in the background. If the collector cannot be
+    reached, the spans are lost. Raises ConfigError if packages are missing.
     """
     try:
         import requests
@@ -191,16 +197,11 @@ def export_to(endpoint: str) -> SpanTracing:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        raise ConfigError(
-            f"router.otlp_endpoint: {endpoint} needs packages that are missing ({error}): pip install "
-            "'twopass[tracing]'"
-        ) from error
+        needed = f"{endpoint} needs packages that are missing ({error}): pip install 'twopass[tracing]'"
+        raise ConfigError(f"router.otlp_endpoint: {needed}") from error
     provider = TracerProvider(resource=Resource.create({"service.name": "twopass"}))
     session = requests.Session()
-    session.trust_env = not is_loopback(
-        urlsplit(endpoint).hostname or ""
-    )  # the environment's proxies do not lead to this machine
-    provider.add_span_processor(
-        BatchSpanProcessor(OTLPSpanExporter(endpoint, timeout=EXPORT_TIMEOUT_S, session=session))
-    )
+    session.trust_env = not is_loopback(urlsplit(endpoint).hostname or "")  # no proxy leads to this machine
+    exporter = OTLPSpanExporter(endpoint, timeout=EXPORT_TIMEOUT_S, session=session)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
     return SpanTracing(provider)

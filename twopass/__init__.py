@@ -1,6 +1,6 @@
-"""twopass: a client for disaggregated LLM serving. Needs grpcio and protobuf only."""
+"""The client library of twopass, a disaggregated LLM-serving system. It needs grpcio and protobuf only."""
 
-from twopass.client import AsyncClient, AsyncStream, Client, Stream
+from twopass.client import AsyncClient, Client
 from twopass.errors import (
     AccessDenied,
     Cancelled,
@@ -15,7 +15,8 @@ from twopass.errors import (
     TwopassError,
     Unavailable,
 )
-from twopass.wire import (
+from twopass.stream import AsyncStream, Stream
+from twopass.types import (
     Chunk,
     Completion,
     GenerateOptions,

@@ -1,4 +1,4 @@
-"""The `twopass` command. The client's part is here; the server's commands join it where the server packages are."""
+"""The `twopass` command. The client's commands are here; the server's are added where its packages are installed."""
 
 import importlib
 from collections.abc import Callable
@@ -13,7 +13,7 @@ import typer
 from twopass.client import Client
 from twopass.console import plain_console
 from twopass.errors import TwopassError
-from twopass.wire import GenerateOptions
+from twopass.types import GenerateOptions
 
 P = ParamSpec("P")
 
@@ -26,7 +26,7 @@ console = plain_console(stderr=True)
 
 
 def reported(command: Callable[P, None]) -> Callable[P, None]:
-    """What the client library raises ends in one line and exit code 2."""
+    """Turns errors of the client library into one line and exit code 2, and Ctrl-C into exit code 130."""
 
     @wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -75,20 +75,19 @@ def version() -> None:
 
 
 def main() -> None:
-    """Entry of the console script and of `python -m twopass`."""
+    """Entry point of the console script and of `python -m twopass`."""
     server = _server_commands()
     if server is not None:
         server.register(app)
     else:
         for name in SERVER_COMMANDS:
-            app.command(name, help="Needs the server packages.", context_settings={"ignore_unknown_options": True})(
-                _absent
-            )
+            settings = {"ignore_unknown_options": True}
+            app.command(name, help="Needs the server packages.", context_settings=settings)(_absent)
     app()
 
 
 def _server_commands() -> ModuleType | None:
-    """`cluster.cli`, or None where the tree or what it needs is not installed."""
+    """Returns `cluster.cli`, or None if it or a package that it needs is not installed."""
     try:
         return importlib.import_module("cluster.cli")
     except ImportError:

@@ -5,11 +5,11 @@
             print(chunk.text, end="")
 
 `generate` and `chat` stream; `generate_text` and `chat_text` wait for the whole answer, `generate_texts` and
-`chat_texts` for `n` of them. `AsyncClient` is the same with `async`.
-Everything raises the errors of `twopass.errors`. Closing a stream, or dropping it, cancels the request.
+`chat_texts` for all `n` answers. `AsyncClient` does the same with `async`. All calls raise the errors of
+`twopass.errors`. Closing a stream, or dropping it, cancels the request.
 """
 
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -19,23 +19,13 @@ from twopass.errors import ClientClosed
 from twopass.proto import twopass_pb2 as pb
 from twopass.proto.twopass_pb2_grpc import TwopassStub
 from twopass.proxy import is_loopback
+from twopass.stream import AsyncStream, Stream
+from twopass.types import Chunk, Completion, GenerateOptions, Loads, ModelInfo, ServerInfo, Timing, Usage
 from twopass.wire import (
-    Chunk,
-    Completion,
-    GenerateOptions,
-    Loads,
-    ModelInfo,
-    ServerInfo,
-    Timing,
-    Usage,
     abort_request,
     call_metadata,
     generate_request,
-    incomplete,
-    join,
     require_single,
-    single,
-    to_chunk,
     to_error,
     to_loads,
     to_model_info,
@@ -65,13 +55,13 @@ _CHANNEL_OPTIONS = (
 
 
 def _channel_options(address: str) -> tuple[tuple[str, int], ...]:
-    """No proxy leads to this machine, whatever the environment says."""
+    """Connections to this machine use no proxy, whatever the environment says."""
     return (*_CHANNEL_OPTIONS, ("grpc.enable_http_proxy", 0)) if is_loopback(address) else _CHANNEL_OPTIONS
 
 
 class Client:
-    """One connection, for any number of threads. `timeout_s`: deadline of each call that names none; None: no
-    deadline.
+    """A connection that any number of threads may share. `timeout_s`: seconds that each call may take unless it names
+    its own; None sets no deadline.
     """
 
     def __init__(self, address: str, *, timeout_s: float | None = None) -> None:
@@ -85,13 +75,11 @@ class Client:
         *,
         prompt_token_ids: Iterable[int] | None = None,
         **options: Unpack[GenerateOptions],
-    ) -> "Stream":
-        """Streams the continuation of a text or of token ids. The request starts at once, not with the first
-        iteration.
-        """
+    ) -> Stream:
+        """Streams the continuation of a text or of token ids. The request starts now, not when it is iterated."""
         return self._start(generate_request(prompt, prompt_token_ids, None, options), options)
 
-    def chat(self, messages: Iterable[Mapping[str, str]], **options: Unpack[GenerateOptions]) -> "Stream":
+    def chat(self, messages: Iterable[Mapping[str, str]], **options: Unpack[GenerateOptions]) -> Stream:
         """Streams the assistant's answer to messages of `role` and `content`."""
         return self._start(generate_request(None, None, messages, options), options)
 
@@ -102,7 +90,7 @@ class Client:
         prompt_token_ids: Iterable[int] | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Completion:
-        """As `generate`, but waits for the whole answer."""
+        """Works like `generate`, but waits for the whole answer."""
         require_single(options)
         return self.generate(prompt, prompt_token_ids=prompt_token_ids, **options).read()
 
@@ -113,40 +101,40 @@ class Client:
         prompt_token_ids: Iterable[int] | None = None,
         **options: Unpack[GenerateOptions],
     ) -> list[Completion]:
-        """As `generate`, but waits for all `n` answers."""
+        """Works like `generate`, but waits for all `n` answers."""
         return self.generate(prompt, prompt_token_ids=prompt_token_ids, **options).read_all()
 
     def chat_text(self, messages: Iterable[Mapping[str, str]], **options: Unpack[GenerateOptions]) -> Completion:
-        """As `chat`, but waits for the whole answer."""
+        """Works like `chat`, but waits for the whole answer."""
         require_single(options)
         return self.chat(messages, **options).read()
 
     def chat_texts(self, messages: Iterable[Mapping[str, str]], **options: Unpack[GenerateOptions]) -> list[Completion]:
-        """As `chat`, but waits for all `n` answers."""
+        """Works like `chat`, but waits for all `n` answers."""
         return self.chat(messages, **options).read_all()
 
     def tokenize(self, text: str | None = None, *, messages: Iterable[Mapping[str, str]] | None = None) -> list[int]:
-        """The token ids that the server would use for this prompt."""
+        """Returns the token ids that the server would use for this prompt."""
         return list(self._call(self._stub.Tokenize, tokenize_request(text, messages)).token_ids)
 
     def model_info(self) -> ModelInfo:
-        """What is served."""
+        """Returns what is served."""
         return to_model_info(self._call(self._stub.GetModelInfo, pb.GetModelInfoRequest()))
 
     def server_info(self) -> ServerInfo:
-        """What runs there, and whether it takes requests."""
+        """Returns what runs on the server, and whether it takes requests."""
         return to_server_info(self._call(self._stub.GetServerInfo, pb.GetServerInfoRequest()))
 
     def loads(self) -> Loads:
-        """How busy every engine is, as of its last report."""
+        """Returns how busy every engine is, as of its last report."""
         return to_loads(self._call(self._stub.GetLoads, pb.GetLoadsRequest()))
 
     def abort(self, request_id: str) -> bool:
-        """Ends an open request of any client; its stream raises Cancelled. False: no request of that id is open."""
+        """Ends an open request of any client; its stream raises Cancelled. Returns False if no such request is open."""
         return bool(self._call(self._stub.Abort, abort_request(request_id)).aborted)
 
     def close(self) -> None:
-        """Cancels what is open and closes the connection."""
+        """Cancels open requests and closes the connection."""
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -157,13 +145,13 @@ class Client:
     ) -> None:
         self.close()
 
-    def _start(self, request: pb.GenerateRequest, options: GenerateOptions) -> "Stream":
+    def _start(self, request: pb.GenerateRequest, options: GenerateOptions) -> Stream:
         try:
             call = self._stub.Generate(
                 request, timeout=options.get("timeout_s", self._timeout_s), metadata=call_metadata(options)
             )
             return Stream(call, self._address)
-        except ValueError as error:  # what grpc raises on a closed channel
+        except ValueError as error:  # grpc raises it on a closed channel
             raise ClientClosed(str(error)) from error
 
     def _call(self, method: Any, request: Any) -> Any:
@@ -175,53 +163,8 @@ class Client:
             raise ClientClosed(str(error)) from error
 
 
-class Stream(Iterator[Chunk]):
-    """One answer on its way: iterate it, `read` the rest, or `close` it to cancel the request."""
-
-    def __init__(self, call: Any, address: str) -> None:
-        self._call, self._address = call, address
-        self._ended = False
-
-    def __next__(self) -> Chunk:
-        try:
-            message = next(self._call)
-        except StopIteration:
-            if not self._ended:
-                raise incomplete() from None
-            raise
-        except grpc.RpcError as error:
-            raise to_error(self._call, self._address) from error
-        chunk = to_chunk(message)
-        self._ended = chunk.usage is not None
-        return chunk
-
-    def read(self) -> Completion:
-        """Waits for the end and joins all chunks not yet iterated."""
-        return single(self.read_all())
-
-    def read_all(self) -> list[Completion]:
-        """As `read`, for `n` answers."""
-        with self:
-            return join(list(self))
-
-    def close(self) -> None:
-        """Cancels the request unless it has ended."""
-        self._call.cancel()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self._call.cancel()
-
-
 class AsyncClient:
-    """As `Client`, for one event loop."""
+    """Works like `Client`, for one event loop."""
 
     def __init__(self, address: str, *, timeout_s: float | None = None) -> None:
         self._channel = grpc.aio.insecure_channel(address, options=_channel_options(address))
@@ -234,13 +177,11 @@ class AsyncClient:
         *,
         prompt_token_ids: Iterable[int] | None = None,
         **options: Unpack[GenerateOptions],
-    ) -> "AsyncStream":
-        """Streams the continuation of a text or of token ids. The request starts at once, not with the first
-        iteration.
-        """
+    ) -> AsyncStream:
+        """Streams the continuation of a text or of token ids. The request starts now, not when it is iterated."""
         return self._start(generate_request(prompt, prompt_token_ids, None, options), options)
 
-    def chat(self, messages: Iterable[Mapping[str, str]], **options: Unpack[GenerateOptions]) -> "AsyncStream":
+    def chat(self, messages: Iterable[Mapping[str, str]], **options: Unpack[GenerateOptions]) -> AsyncStream:
         """Streams the assistant's answer to messages of `role` and `content`."""
         return self._start(generate_request(None, None, messages, options), options)
 
@@ -251,7 +192,7 @@ class AsyncClient:
         prompt_token_ids: Iterable[int] | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Completion:
-        """As `generate`, but waits for the whole answer."""
+        """Works like `generate`, but waits for the whole answer."""
         require_single(options)
         return await self.generate(prompt, prompt_token_ids=prompt_token_ids, **options).read()
 
@@ -262,44 +203,44 @@ class AsyncClient:
         prompt_token_ids: Iterable[int] | None = None,
         **options: Unpack[GenerateOptions],
     ) -> list[Completion]:
-        """As `generate`, but waits for all `n` answers."""
+        """Works like `generate`, but waits for all `n` answers."""
         return await self.generate(prompt, prompt_token_ids=prompt_token_ids, **options).read_all()
 
     async def chat_text(self, messages: Iterable[Mapping[str, str]], **options: Unpack[GenerateOptions]) -> Completion:
-        """As `chat`, but waits for the whole answer."""
+        """Works like `chat`, but waits for the whole answer."""
         require_single(options)
         return await self.chat(messages, **options).read()
 
     async def chat_texts(
         self, messages: Iterable[Mapping[str, str]], **options: Unpack[GenerateOptions]
     ) -> list[Completion]:
-        """As `chat`, but waits for all `n` answers."""
+        """Works like `chat`, but waits for all `n` answers."""
         return await self.chat(messages, **options).read_all()
 
     async def tokenize(
         self, text: str | None = None, *, messages: Iterable[Mapping[str, str]] | None = None
     ) -> list[int]:
-        """The token ids that the server would use for this prompt."""
+        """Returns the token ids that the server would use for this prompt."""
         return list((await self._call(self._stub.Tokenize, tokenize_request(text, messages))).token_ids)
 
     async def model_info(self) -> ModelInfo:
-        """What is served."""
+        """Returns what is served."""
         return to_model_info(await self._call(self._stub.GetModelInfo, pb.GetModelInfoRequest()))
 
     async def server_info(self) -> ServerInfo:
-        """What runs there, and whether it takes requests."""
+        """Returns what runs on the server, and whether it takes requests."""
         return to_server_info(await self._call(self._stub.GetServerInfo, pb.GetServerInfoRequest()))
 
     async def loads(self) -> Loads:
-        """How busy every engine is, as of its last report."""
+        """Returns how busy every engine is, as of its last report."""
         return to_loads(await self._call(self._stub.GetLoads, pb.GetLoadsRequest()))
 
     async def abort(self, request_id: str) -> bool:
-        """Ends an open request of any client; its stream raises Cancelled. False: no request of that id is open."""
+        """Ends an open request of any client; its stream raises Cancelled. Returns False if no such request is open."""
         return bool((await self._call(self._stub.Abort, abort_request(request_id))).aborted)
 
     async def close(self) -> None:
-        """Cancels what is open and closes the connection."""
+        """Cancels open requests and closes the connection."""
         await self._channel.close()
 
     async def __aenter__(self) -> Self:
@@ -310,7 +251,7 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    def _start(self, request: pb.GenerateRequest, options: GenerateOptions) -> "AsyncStream":
+    def _start(self, request: pb.GenerateRequest, options: GenerateOptions) -> AsyncStream:
         try:
             call = self._stub.Generate(
                 request, timeout=options.get("timeout_s", self._timeout_s), metadata=call_metadata(options)
@@ -326,48 +267,3 @@ class AsyncClient:
             raise to_error(error, self._address) from error
         except grpc.aio.UsageError as error:
             raise ClientClosed(str(error)) from error
-
-
-class AsyncStream(AsyncIterator[Chunk]):
-    """As `Stream`; `aclose` cancels the request."""
-
-    def __init__(self, call: Any, address: str) -> None:
-        self._call, self._address = call, address
-        self._ended = False
-
-    async def __anext__(self) -> Chunk:
-        try:
-            message = await self._call.read()
-        except grpc.RpcError as error:
-            raise to_error(error, self._address) from error
-        if message is grpc.aio.EOF:
-            if not self._ended:
-                raise incomplete()
-            raise StopAsyncIteration
-        chunk = to_chunk(message)
-        self._ended = chunk.usage is not None
-        return chunk
-
-    async def read(self) -> Completion:
-        """Waits for the end and joins all chunks not yet iterated."""
-        return single(await self.read_all())
-
-    async def read_all(self) -> list[Completion]:
-        """As `read`, for `n` answers."""
-        async with self:
-            return join([chunk async for chunk in self])
-
-    async def aclose(self) -> None:
-        """Cancels the request unless it has ended."""
-        self._call.cancel()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
-
-    def __del__(self) -> None:
-        self._call.cancel()

@@ -1,17 +1,17 @@
-"""What the client library raises.
+"""The errors that the client library raises.
 
 TwopassError
-├── RequestError              one call ended without its answer; `status` names the gRPC status, `retryable` says
-                              whether to try again
-│   ├── InvalidRequest        INVALID_ARGUMENT     never possible as asked; `field` names what is wrong
-│   ├── RequestTooLarge       RESOURCE_EXHAUSTED   the message is over the server's hard limit
+├── RequestError              one call ended without its answer; `status` names its gRPC status,
+                              `retryable` says whether it may be tried again
+│   ├── InvalidRequest        INVALID_ARGUMENT     it can never be served as it is; `field` names what is wrong
+│   ├── RequestTooLarge       RESOURCE_EXHAUSTED   the message exceeds the server's hard limit
 │   ├── Overloaded            RESOURCE_EXHAUSTED   retryable, after `retry_after_s`
-│   ├── Unavailable           UNAVAILABLE          retryable: no server there, draining, or all its attempts failed
+│   ├── Unavailable           UNAVAILABLE          retryable: no server, a draining one, or all attempts failed
 │   ├── DeadlineExceeded      DEADLINE_EXCEEDED    `timeout_s` passed
 │   ├── Cancelled             CANCELLED            by this client, or by the server because this client did not read
 │   ├── AccessDenied          UNAUTHENTICATED, PERMISSION_DENIED
-│   ├── NotSupported          UNIMPLEMENTED        no twopass server, or an older one
-│   └── ServerError           every other status, and an answer that breaks the contract
+│   ├── NotSupported          UNIMPLEMENTED        the server is none of twopass, or an older one
+│   └── ServerError           any other status, or an answer that breaks the contract
 └── ClientClosed              the client was used after `close`
 """
 
@@ -19,7 +19,7 @@ from collections.abc import Mapping
 
 
 class TwopassError(Exception):
-    """Root of everything this library raises on purpose."""
+    """The root of all errors that this library raises on purpose."""
 
     retryable = False
 
@@ -33,7 +33,7 @@ class RequestError(TwopassError):
 
 
 class InvalidRequest(RequestError):
-    """Never possible as asked. `field`: what is wrong, as the contract names it; empty if the server did not say."""
+    """The request can never be served as it is. `field`: the wrong field's name in the contract, or "" if unknown."""
 
     def __init__(self, message: str, *, field: str = "", status: str = "INVALID_ARGUMENT") -> None:
         super().__init__(message, status=status)
@@ -41,11 +41,11 @@ class InvalidRequest(RequestError):
 
 
 class RequestTooLarge(RequestError):
-    """The message is over the server's hard limit."""
+    """The message exceeds the server's hard limit."""
 
 
 class Overloaded(RequestError):
-    """The server takes nothing more at the moment. `retry_after_s`: its hint."""
+    """The server takes no more requests now. `retry_after_s`: the server's hint, in seconds."""
 
     retryable = True
 
@@ -55,7 +55,7 @@ class Overloaded(RequestError):
 
 
 class Unavailable(RequestError):
-    """No server there, it is draining, or all its attempts failed."""
+    """No server listens there, or it is draining, or all attempts of the request failed."""
 
     retryable = True
 
@@ -69,7 +69,7 @@ class Cancelled(RequestError):
 
 
 class AccessDenied(RequestError):
-    """The server wants credentials, or better ones."""
+    """The server wants credentials, or other ones."""
 
 
 class NotSupported(RequestError):
@@ -77,7 +77,7 @@ class NotSupported(RequestError):
 
 
 class ServerError(RequestError):
-    """A bug on the other side."""
+    """The server has a bug, or broke the contract."""
 
 
 class ClientClosed(TwopassError):
@@ -96,7 +96,7 @@ _BY_STATUS: dict[str, type[RequestError]] = {
 
 
 def from_status(status: str, details: str, metadata: Mapping[str, str]) -> RequestError:
-    """`status`: name of a gRPC status other than OK; `metadata`: the call's trailing metadata."""
+    """Returns the error for a gRPC status other than OK. `metadata`: the call's trailing metadata."""
     if status == "INVALID_ARGUMENT":
         return InvalidRequest(details, field=metadata.get("invalid-field", ""))
     if status == "RESOURCE_EXHAUSTED" and "retry-after-s" in metadata:

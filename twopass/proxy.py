@@ -4,13 +4,13 @@ import ipaddress
 import os
 
 VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
-"""The first that is set counts, even where it is empty: then there is none."""
+"""The first of these that is set counts. If it is empty, there is no proxy."""
 EXCEPTIONS = ("no_grpc_proxy", "no_proxy")
-"""Likewise: hosts, ends of names, networks as in 10.0.0.0/8."""
+"""The first of these that is set counts. It lists hosts, ends of host names, and networks such as 10.0.0.0/8."""
 
 
 def is_loopback(address: str) -> bool:
-    """`address`: host:port, or with one of gRPC's schemes, as in unix:PATH."""
+    """Whether an address is on this machine. `address`: host:port, or with a scheme of gRPC such as unix:PATH."""
     scheme, host = _split(address)
     if scheme in ("unix", "unix-abstract", "vsock") or host == "localhost" or host.endswith(".localhost"):
         return True
@@ -19,11 +19,11 @@ def is_loopback(address: str) -> bool:
 
 
 def proxy_of(address: str) -> str | None:
-    """`VARIABLE=URL` of the proxy that a connection to `address` goes through, without user and password."""
+    """Returns `VARIABLE=URL` of the proxy for connections to `address`, without user and password, or None."""
     variable = _first(VARIABLES)
-    if (
-        variable is None or not os.environ[variable].startswith("http://") or is_loopback(address)
-    ):  # gRPC knows no other scheme
+    if variable is None or is_loopback(address):
+        return None
+    if not os.environ[variable].startswith("http://"):  # gRPC supports no other scheme
         return None
     host, exceptions = _split(address)[1], _first(EXCEPTIONS)
     if exceptions is not None and any(_names(entry.strip(), host) for entry in os.environ[exceptions].split(",")):
@@ -36,6 +36,7 @@ def _first(names: tuple[str, ...]) -> str | None:
 
 
 def _names(entry: str, host: str) -> bool:
+    """Whether an entry of `EXCEPTIONS` covers a host."""
     ip = _ip(host)
     if ip is None:
         name = entry.removeprefix(".").lower()
@@ -47,7 +48,7 @@ def _names(entry: str, host: str) -> bool:
 
 
 def _split(address: str) -> tuple[str, str]:
-    """Scheme and host; the scheme is "" where none is named."""
+    """Returns scheme and host. The scheme is "" if none is given."""
     scheme, _, rest = address.rpartition(":///") if ":///" in address else ("", "", address)
     for name in ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "vsock:"):
         if rest.startswith(name):

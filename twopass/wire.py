@@ -1,178 +1,34 @@
-"""Between the client's Python and the messages of the contract: options and prompts in, chunks, completions and errors
-out.
-"""
+"""Converts between Python values and the messages of the contract: requests, answers and errors."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypedDict, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
 from twopass.errors import InvalidRequest, RequestError, ServerError, from_status
 from twopass.proto import twopass_pb2 as pb
 from twopass.proxy import proxy_of
+from twopass.types import (
+    Chunk,
+    Completion,
+    FinishReason,
+    GenerateOptions,
+    Loads,
+    ModelInfo,
+    ReplicaLoad,
+    ServerInfo,
+    Timing,
+    TokenLogprobs,
+    Usage,
+)
 
-FinishReason = Literal["stop", "length"]
 M = TypeVar("M", bound=Message)
 
 _FINISH_REASONS: dict[int, FinishReason] = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 _REQUEST_FIELDS = ("priority", "cache_salt", "request_id")
-"""Options that are no sampling parameters."""
+"""Options that are fields of the request, not sampling parameters."""
 _CALL_OPTIONS = ("timeout_s", "traceparent")
 """Options that are no part of the message."""
-
-
-class GenerateOptions(TypedDict, total=False):
-    """Keyword arguments of every generating call; names and meaning follow vLLM. Absent: the server's default."""
-
-    max_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int
-    stop: str | Sequence[str]
-    stop_token_ids: Sequence[int]
-    ignore_eos: bool
-    min_tokens: int
-    presence_penalty: float
-    frequency_penalty: float
-    repetition_penalty: float
-    logprobs: int
-    """How many of the likeliest tokens are reported beside each chosen one; 0 is allowed."""
-    n: int
-    """Answers to the same prompt; `Chunk.index` tells them apart."""
-    logit_bias: Mapping[int, float]
-    include_stop_str_in_output: bool
-    priority: int
-    """Lower is served first."""
-    cache_salt: str
-    request_id: str
-    timeout_s: float
-    """The request's deadline; instead of the client's own."""
-    traceparent: str
-    """W3C trace context of the caller's span: the server's spans become its children."""
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Tokens. `cached_tokens`: of the prompt, taken from a prefix cache."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Seconds on the server, from the arrival of the call; `stages` add up to `total_s`. Of several answers: of the
-    last to end.
-    """
-
-    ttft_s: float
-    total_s: float
-    stages: Mapping[str, float]
-    attempts: int
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Natural logarithms of the model's own probabilities, before penalties, temperature and filters. `top`: likeliest
-    first.
-    """
-
-    logprob: float
-    top: dict[int, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A piece of an answer. `text` may lag behind `token_ids`: a piece never ends inside a character or a possible stop
-    string.
-    """
-
-    text: str
-    token_ids: list[int]
-    prompt_tokens: int | None = None
-    """First chunk of the call only, like `request_id`."""
-    request_id: str | None = None
-    finish_reason: FinishReason | None = None
-    """Last chunk of each answer only."""
-    usage: Usage | None = None
-    """Of all answers; last chunk of the call only, like `timing`."""
-    timing: Timing | None = None
-    index: int = 0
-    """Which of the `n` answers."""
-    logprobs: list[TokenLogprobs] | None = None
-    """One for each of `token_ids`; None unless the request asked."""
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """A whole answer. `usage` and `timing` are the call's: the same for all of its answers."""
-
-    request_id: str
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason
-    usage: Usage
-    timing: Timing
-    index: int = 0
-    logprobs: list[TokenLogprobs] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    model: str
-    max_model_len: int
-    vocab_size: int
-    has_chat_template: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ServerInfo:
-    """`ready` False: not yet, or draining."""
-
-    version: str
-    model: str
-    max_model_len: int
-    ready: bool
-    uptime_s: float
-    max_message_bytes: int
-    max_queue: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaLoad:
-    """One engine. From `num_waiting` on as of its last report, `age_s` seconds ago; None before the first."""
-
-    replica_id: str
-    epoch: int
-    role: str
-    state: str
-    in_flight: int
-    num_blocks: int
-    block_size: int
-    max_num_seqs: int
-    age_s: float
-    num_waiting: int | None
-    num_running: int | None
-    num_free_blocks: int | None
-    num_leases: int | None
-    num_pulls: int | None
-    transport: str
-    counters: Mapping[str, float]
-    num_scheduled_tokens: list[dict[str, int]]
-    """What the latest steps computed, oldest first: tokens by request id."""
-
-
-@dataclass(frozen=True, slots=True)
-class Loads:
-    """`num_open`: answers accepted and not ended; `num_queued`: those among them that wait for an engine."""
-
-    num_open: int
-    num_queued: int
-    replicas: list[ReplicaLoad]
 
 
 def call_metadata(options: GenerateOptions) -> tuple[tuple[str, str], ...]:
@@ -185,6 +41,7 @@ def generate_request(
     messages: Iterable[Mapping[str, str]] | None,
     options: GenerateOptions,
 ) -> pb.GenerateRequest:
+    """Raises InvalidRequest unless exactly one prompt is given and every value fits its field."""
     if sum(given is not None for given in (prompt, prompt_token_ids, messages)) != 1:
         raise InvalidRequest("prompt: exactly one of prompt and prompt_token_ids must be given", field="prompt")
     given = {name: value for name, value in options.items() if name not in _CALL_OPTIONS and value is not None}
@@ -202,6 +59,7 @@ def generate_request(
 
 
 def tokenize_request(text: str | None, messages: Iterable[Mapping[str, str]] | None) -> pb.TokenizeRequest:
+    """Raises InvalidRequest unless exactly one of `text` and `messages` is given."""
     if (text is None) == (messages is None):
         raise InvalidRequest("prompt: exactly one of text and messages must be given", field="prompt")
     return _build(
@@ -214,7 +72,7 @@ def abort_request(request_id: str) -> pb.AbortRequest:
 
 
 def _build(kind: type[M], fields: Mapping[str, Any]) -> M:
-    """Field by field, so that a wrong type, an unknown name or a number out of range is refused by name."""
+    """Sets field by field, so that InvalidRequest names the one that is unknown, of a wrong type or out of range."""
     message = kind()
     for name, value in fields.items():
         try:
@@ -225,6 +83,7 @@ def _build(kind: type[M], fields: Mapping[str, Any]) -> M:
 
 
 def to_chunk(message: pb.GenerateResponse) -> Chunk:
+    """Raises ServerError for a finish reason that this client does not know."""
     finish_reason = None
     if message.HasField("finish_reason"):
         finish_reason = _FINISH_REASONS.get(message.finish_reason)
@@ -253,7 +112,7 @@ def _to_logprobs(message: pb.TokenLogprobs) -> TokenLogprobs:
 
 
 def join(chunks: list[Chunk]) -> list[Completion]:
-    """The answers that all chunks of a call are of, by index. Raises ServerError if something is missing."""
+    """Joins all chunks of a call to its answers, ordered by index. Raises ServerError if a part of one is missing."""
     usage, timing = (chunks[-1].usage, chunks[-1].timing) if chunks else (None, None)
     if usage is None or timing is None:
         raise incomplete()
@@ -280,13 +139,14 @@ def _join_answer(chunks: list[Chunk], request_id: str, usage: Usage, timing: Tim
 
 
 def single(completions: list[Completion]) -> Completion:
-    """The answer, if only one was asked for."""
+    """Returns the only answer. Raises InvalidRequest if there are several."""
     if len(completions) != 1:
         raise InvalidRequest(f"n: {len(completions)} is not allowed here: use read_all", field="n")
     return completions[0]
 
 
 def require_single(options: GenerateOptions) -> None:
+    """Raises InvalidRequest if the options ask for several answers."""
     count = options.get("n")
     if isinstance(count, int) and count > 1:
         raise InvalidRequest(f"n: {count} is not allowed here: use generate_texts or chat_texts", field="n")
@@ -342,13 +202,11 @@ def incomplete() -> ServerError:
 
 
 def to_error(call: Any, address: str) -> RequestError:
-    """`call`: an ended call or the error it raised; both know status, details and trailing metadata. `address`: the
-    server's.
+    """Returns the error that an ended call stands for. `call`: the call or the error that it raised; both know status,
+    details and trailing metadata. `address`: the server's.
     """
     metadata = {str(key): str(value) for key, value in call.trailing_metadata() or ()}
     status, details = call.code().name, call.details() or ""
-    if status == "UNAVAILABLE" and (
-        proxy := proxy_of(address)
-    ):  # of which gRPC's own words show no more than an IP address
+    if status == "UNAVAILABLE" and (proxy := proxy_of(address)):  # gRPC's own words show only the proxy's IP address
         details += f"; {address} is reached through a proxy, {proxy}: if it should not be, list the host in no_proxy"
     return from_status(status, details, metadata)

@@ -1,4 +1,4 @@
-"""Requests that can never be served: one good request with one or several defects, or bytes that are no request."""
+"""Requests that can never be served: a good request with one or several defects, or bytes that are no request."""
 
 import math
 from typing import Any
@@ -85,7 +85,7 @@ good_params: dict[str, st.SearchStrategy[Any]] = {
 
 @st.composite
 def good_request(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Fields of the request and of its sampling parameters."""
+    """Draws the fields of a good request and of its sampling parameters."""
     params = draw(st.fixed_dictionaries({}, optional=good_params))
     fields: dict[str, Any] = {"prompt": {"token_ids": pb.TokenIds(ids=draw(st.lists(a_token, min_size=1, max_size=8)))}}
     fields["priority"] = draw(st.integers(*INT32))
@@ -110,7 +110,7 @@ def bad_message(draw: st.DrawFn) -> pb.GenerateRequest:
 
 
 _CUT_SHORT = b"\x3a\x20id"
-"""A request id of 32 bytes, of which two came."""
+"""The beginning of a request id of 32 bytes, of which only two follow."""
 
 bad_data = bad_message().map(lambda message: message.SerializeToString()) | st.binary(max_size=64).map(
     lambda data: data + _CUT_SHORT

@@ -1,4 +1,4 @@
-"""A core that does what the test says, and a server around it on a port that the system chooses."""
+"""A core that does what a test says, and a server around it on a port that the system chooses."""
 
 import asyncio
 import time
@@ -22,9 +22,7 @@ VOCAB_SIZE = 1000
 
 
 class ScriptedCore:
-    """`on_submit` runs for each request submitted and may raise or emit; every call is put into `calls` as (name,
-    argument).
-    """
+    """Runs `on_submit` for each request, which may raise or emit events. Puts calls into `calls`: (name, argument)."""
 
     def __init__(self, on_submit: Callable[["ScriptedCore", ClientRequest], None] | None = None) -> None:
         self.outbox: list[tuple[Address, Message]] = []
@@ -80,13 +78,13 @@ class ScriptedCore:
 
 
 def echo(core: ScriptedCore, request: ClientRequest) -> None:
-    """Answers with the prompt."""
+    """Answers a request with its own prompt."""
     core.tokens(request.request_id, *request.prompt_token_ids.tolist())
     core.end(request.request_id, "length")
 
 
 class Serving:
-    """What a test gets."""
+    """What `scenario` hands to a test."""
 
     def __init__(
         self, core: Any, door: FrontDoor, server: Server, address: str, sent: list[tuple[Address, Message]]
@@ -124,7 +122,7 @@ async def serving(
 
 
 def scenario(test: Callable[[Serving], Awaitable[None]], core: Core | None = None, **knobs: Any) -> None:
-    """Runs `test` against a server."""
+    """Runs `test` against a server around `core`."""
 
     async def main() -> None:
         async with serving(core or ScriptedCore(), **knobs) as served:

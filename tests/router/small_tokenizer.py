@@ -1,6 +1,4 @@
-"""A byte-level BPE tokenizer and one of SentencePiece's kind, each of some hundred tokens, trained on the spot, and
-model directories.
-"""
+"""Model directories with small tokenizers of a few hundred tokens: byte-level BPE, and SentencePiece's kind."""
 
 import json
 import tempfile
@@ -29,7 +27,7 @@ CHAT_TEMPLATE = (
 
 
 def write_model_dir(path: Path, *, chat_template: str | None = CHAT_TEMPLATE) -> Tokenizer:
-    """Returns the library's own tokenizer, to compare with."""
+    """Writes a byte-level BPE tokenizer. Returns the library's own, to compare with."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -53,10 +51,10 @@ def write_model_dir(path: Path, *, chat_template: str | None = CHAT_TEMPLATE) ->
 
 
 def write_sentence_piece_dir(path: Path, *, legacy: bool = False) -> Tokenizer:
-    """Like Llama 2's or Mistral's: "▁" for a blank and in front, bytes for characters that were not learnt (all but
-    Latin ones).
+    """Writes a tokenizer like those of Llama 2 and Mistral: "▁" stands for a blank and is put in front, and characters
+    that were not learnt (all but Latin ones) are spelt in bytes. Returns the library's own, to compare with.
 
-    `legacy`: blanks are replaced by normalizers, as in directories of that time, and by Metaspace else.
+    With `legacy`, normalizers replace blanks, as in older directories; otherwise Metaspace does.
     """
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = pre_tokenizers.Metaspace()

@@ -1,3 +1,5 @@
+"""The checks of a new request, and the order and bounds of the queue."""
+
 import numpy as np
 import pytest
 
@@ -16,8 +18,7 @@ def request(num_prompt: int, max_tokens: int | None, deadline_s: float | None = 
 
 
 @pytest.mark.parametrize(
-    ("num_prompt", "max_tokens", "given"),
-    [(10, 5, 5), (10, 51, 51), (60, None, 1), (10, None, 51), (60, 1, 1)],
+    ("num_prompt", "max_tokens", "given"), [(10, 5, 5), (10, 51, 51), (60, None, 1), (10, None, 51), (60, 1, 1)]
 )
 def test_what_fits_is_accepted(num_prompt: int, max_tokens: int | None, given: int) -> None:
     assert LIMITS.check(request(num_prompt, max_tokens)) == given

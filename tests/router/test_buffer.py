@@ -1,4 +1,4 @@
-"""What waits for a client that reads slowly, and the end of one that reads too slowly."""
+"""The buffer of a client that reads slowly, and how the answer ends if it reads too slowly."""
 
 from protocol.messages import TokenLogprobs
 from router.buffer import Buffer

@@ -1,3 +1,5 @@
+"""Values that the router's configuration refuses."""
+
 from typing import Any
 
 import pytest

@@ -1,6 +1,4 @@
-"""Whatever way an answer's tokens are cut into steps, its pieces join to the text of all tokens, each in whole
-characters.
-"""
+"""Whatever the steps of an answer's tokens, its pieces hold whole characters and join to the text of all tokens."""
 
 from itertools import pairwise
 
@@ -26,7 +24,7 @@ def cut(token_ids: list[int], cuts: list[int]) -> list[list[int]]:
 
 
 def run(tokenizer: Tokenizer, chunks: list[list[int]], stop: tuple[str, ...] = ()) -> tuple[list[str], int, bool]:
-    """Pieces, tokens kept, stopped."""
+    """Returns the pieces, how many tokens were kept, and whether a stop string ended the text."""
     detokenizer = Detokenizer(tokenizer, stop)
     pieces, num_kept = [], 0
     for chunk in chunks:
@@ -121,7 +119,7 @@ def test_the_small_tokenizer_is_of_the_kind_that_is_served() -> None:
 def test_stop_strings_count_only_past_the_least_number_of_tokens(
     text: str, stop: list[str], min_tokens: int, include_stop: bool
 ) -> None:
-    """One character a token. A stop string may begin before `min_tokens`, but not be complete by then."""
+    """Each token is one character. A stop string may begin before `min_tokens`, but must not be complete by then."""
     byte_of = {data: token_id for token_id, data in enumerate(TOKENIZER.token_bytes)}
     detokenizer = Detokenizer(TOKENIZER, tuple(stop), include_stop=include_stop, min_tokens=min_tokens)
     token_ids = [byte_of[character.encode()] for character in text]

@@ -1,4 +1,4 @@
-"""Requests that go on in lockstep are told the same, and counted the same, as row by row."""
+"""Requests in lockstep get the same tokens, and the same counts, as requests whose rows are taken one by one."""
 
 import random
 from typing import Any
@@ -10,12 +10,12 @@ from protocol.errors import ProtocolError
 from protocol.messages import Address, End, SamplingParams, StepTokens
 from router.lockstep import Lockstep
 from router.request import ActiveRequest, Delivered
-from tests.router.test_router import D, P, World
+from tests.router.router_world import D, P, World
 
 
 @pytest.fixture
 def advances(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Numbers of requests that went on in lockstep, by message."""
+    """Records for each message how many requests went on in lockstep."""
     seen: list[int] = []
 
     def advance(self: Lockstep, message: StepTokens, now: float) -> Delivered:
@@ -28,7 +28,7 @@ def advances(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 class Decoding:
-    """`names` decode together; `step` brings the next token of each."""
+    """Requests that decode together. `step` brings the next token of each."""
 
     def __init__(self, *names: str, **changes: Any) -> None:
         self.world = World()
@@ -160,7 +160,7 @@ def test_a_request_named_twice_does_not_go_in_lockstep(advances: list[int]) -> N
 
 
 def played(seed: int) -> tuple[list[Any], dict[str, float], Any]:
-    """What a router says, its counters and gaps, after 300 drawn messages and events."""
+    """Returns a router's events, counters and gaps after 300 random messages and events."""
     draw, world = random.Random(seed), World(max_queue=64)
     said: list[Any] = []
 

@@ -1,11 +1,11 @@
-"""Logprobs follow their tokens through the router: once each, whichever engine is first, and across attempts."""
+"""Logprobs pass through the router with their tokens, once each, whichever engine is first, and across attempts."""
 
 import pytest
 
 from protocol.errors import ProtocolError
 from protocol.messages import EngineRequest, Logprobs, SamplingParams, TokenLogprobs
 from router.request import Delivered
-from tests.router.test_router import D, P, World
+from tests.router.router_world import D, P, World
 
 ASKED = SamplingParams(temperature=1.0, seed=4, logprobs=1)
 

@@ -1,4 +1,4 @@
-"""What the router says of replicas and of attempts that fail."""
+"""What the router logs about replicas and about attempts that fail."""
 
 import logging
 from typing import Any

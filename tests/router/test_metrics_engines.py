@@ -1,5 +1,5 @@
-"""What engines report to the router, against loads whose numbers are worked out by hand. Blocks of 4 tokens, a budget
-of 8.
+"""What engines report to the router, for loads whose numbers are worked out by hand. Blocks have 4 tokens, and a step
+has a budget of 8 tokens.
 """
 
 import numpy as np
@@ -28,7 +28,7 @@ def run(world: World) -> None:
 
 
 def alone(world: DecodeWorld, name: str, request_number: int, num_prompt: int, max_tokens: int) -> None:
-    """Each under a salt of its own: they share no prefix."""
+    """Sends a colocated request. Each has its own salt, so that they share no prefix."""
     message = world.request(
         num_prompt,
         key=key(name),
@@ -62,42 +62,29 @@ def test_a_decode_engine_counts_what_it_pulls() -> None:
         world.step()  # reserves
         world.finish_pulls()
         run(world)
-    assert counted(world, "transferred_tokens", "cached_tokens", "prefix_query_tokens", "prompt_tokens") == (
-        10 + 2,
-        8,
-        20,
-        0,
-    )
+    assert counted(world, "transferred_tokens", "cached_tokens") == (10 + 2, 8)
+    assert counted(world, "prefix_query_tokens", "prompt_tokens") == (20, 0)
     assert counted(world, "pulls", "pulled_bytes") == (2, (3 + 1) * 32)
-    assert counted(world, "generated_tokens", "scheduled_tokens") == (
-        6,
-        6,
-    )  # the first of four comes from the prefill engine
+    # The first of four tokens comes from the prefill engine.
+    assert counted(world, "generated_tokens", "scheduled_tokens") == (6, 6)
     assert last_status(world).transport == "local"
 
 
 def test_a_preemption_and_what_it_costs() -> None:
-    """Five blocks: a grows to 17 tokens, b is thrown out at 7 computed ones and starts again when a is gone."""
+    """There are five blocks. a grows to 17 tokens; b loses its 7 computed ones and starts again when a is gone."""
     world = DecodeWorld(num_blocks=6, enable_prefix_caching=False)
     alone(world, "a", 1, num_prompt=8, max_tokens=10)
     alone(world, "b", 2, num_prompt=4, max_tokens=12)
     run(world)
-    assert counted(world, "preemptions_recompute", "preemptions_swap", "preemptions_remote", "recomputed_tokens") == (
-        1,
-        0,
-        0,
-        7,
-    )
-    assert counted(world, "scheduled_tokens", "generated_tokens", "prompt_tokens") == (
-        (8 + 9) + (4 + 11) + 7,
-        10 + 12,
-        8 + 4,
-    )
+    assert counted(world, "preemptions_recompute", "preemptions_swap", "preemptions_remote") == (1, 0, 0)
+    assert counted(world, "recomputed_tokens") == (7,)
+    assert counted(world, "scheduled_tokens") == ((8 + 9) + (4 + 11) + 7,)
+    assert counted(world, "generated_tokens", "prompt_tokens") == (10 + 12, 8 + 4)
     assert counted(world, "prefix_query_tokens", "cached_tokens") == (0, 0)
 
 
 def test_what_the_prefix_cache_kept_is_not_recomputed() -> None:
-    """a ends within four blocks, so the first of b's is still findable."""
+    """a ends within four blocks, so the first block of b is still in the cache."""
     world = DecodeWorld(num_blocks=6)
     alone(world, "a", 1, num_prompt=8, max_tokens=8)
     alone(world, "b", 2, num_prompt=4, max_tokens=12)

@@ -1,3 +1,5 @@
+"""Requests of clients: every good one is parsed, every bad one is refused by the name of a field."""
+
 import math
 from typing import Any
 
@@ -37,7 +39,7 @@ def parse(message: pb.GenerateRequest, **limits: Any) -> Parsed:
 
 
 def check(message: pb.GenerateRequest) -> None:
-    """Either an InvalidRequest, or requests within every limit."""
+    """Asserts that a message is refused, or becomes requests within every limit."""
     try:
         parsed = parse(message)
     except InvalidRequest:
@@ -118,7 +120,7 @@ def test_a_request_without_a_defect_is_not(request: tuple[dict[str, Any], dict[s
 
 
 def test_every_field_of_the_sampling_parameters_reaches_somebody() -> None:
-    """A field that nobody reads would be accepted and do nothing."""
+    """A field that nobody reads would be accepted without effect."""
     elsewhere = {"max_tokens", "stop", "n", "include_stop_str_in_output"}
     assert {field.name for field in pb.SamplingParams.DESCRIPTOR.fields} == elsewhere | set(SamplingParams.__slots__)
 
@@ -142,14 +144,11 @@ def test_the_model_length_is_not_checked_before_an_engine_has_named_it() -> None
 
 
 class Counting:
-    """The small tokenizer; counts the texts it is given to tokenise."""
+    """The small tokenizer, which counts the texts that it has to tokenise."""
 
     has_chat_template, token_bytes = True, SMALL.token_bytes
-    render, least_tokens, decode = (
-        staticmethod(SMALL.render),
-        staticmethod(SMALL.least_tokens),
-        staticmethod(SMALL.decode),
-    )
+    render, decode = staticmethod(SMALL.render), staticmethod(SMALL.decode)
+    least_tokens = staticmethod(SMALL.least_tokens)
 
     def __init__(self) -> None:
         self.num_calls = 0

@@ -1,4 +1,4 @@
-"""Every policy as a table: replicas with given loads in, the one chosen out."""
+"""Every policy as a table of replicas with given loads and the one that it chooses."""
 
 from typing import Any
 
@@ -64,10 +64,7 @@ def ask(
     return PlacementRequest(num_tokens, num_delivered, max_tokens, hashes, NOW)
 
 
-@pytest.mark.parametrize(
-    ("given", "chosen"),
-    [((3, 1, 2), "b"), ((1, 1, 1), "a"), ((2, 2, 1), "c")],
-)
+@pytest.mark.parametrize(("given", "chosen"), [((3, 1, 2), "b"), ((1, 1, 1), "a"), ((2, 2, 1), "c")])
 def test_round_robin_takes_who_was_given_the_fewest(given: tuple[int, int, int], chosen: str) -> None:
     pool = [replica(name, num_dispatched=count) for name, count in zip("abc", given, strict=True)]
     assert round_robin(pool, ask()).address.replica_id == chosen
@@ -80,9 +77,9 @@ def test_round_robin_takes_who_was_given_the_fewest(given: tuple[int, int, int],
         ([replica("a", "prefill", in_flight=2), replica("b", "prefill", in_flight=1)], "b"),
         ([replica("a", free=20), replica("b", free=60)], "b"),
         ([replica("a", free=20, num_blocks=101), replica("b", free=30, num_blocks=401)], "a"),
-        # Dispatched after the status: it counts on top.
+        # Blocks dispatched after the status count on top of it.
         ([replica("a", free=60, num_blocks_since_status=50), replica("b", free=40)], "b"),
-        # A stale status says nothing: what the router has in flight there does.
+        # A stale status counts for nothing; the router's attempts in flight count instead.
         ([replica("a", free=99, age=STALE_STATUS_S + 1), replica("b", free=90)], "a"),
         ([replica("a", free=99, age=STALE_STATUS_S + 1), replica("b", free=90)][::-1], "a"),
     ],
@@ -103,10 +100,10 @@ def test_a_stale_status_is_replaced_by_what_the_router_has_in_flight() -> None:
 @pytest.mark.parametrize(
     ("pool", "chosen"),
     [
-        # 17 tokens: 3 cached blocks save 12 tokens of work, worth a queue longer by 10 but not by 13.
+        # Of 17 tokens 3 cached blocks save 12: they outweigh a queue that is longer by 10, but not by 13.
         ([replica("a", "prefill", num_prompt_tokens=10, hashes=set(CHAIN[:3])), replica("b", "prefill")], "a"),
         ([replica("a", "prefill", num_prompt_tokens=13, hashes=set(CHAIN[:3])), replica("b", "prefill")], "b"),
-        # A hole ends the prefix.
+        # A missing block ends the prefix.
         ([replica("a", "prefill", hashes=set(CHAIN[1:])), replica("b", "prefill", hashes={CHAIN[0]})], "b"),
         ([replica("a", free=50, hashes=set(CHAIN)), replica("b", free=52)], "a"),
         ([replica("a", free=50, hashes=set(CHAIN)), replica("b", free=60)], "b"),
@@ -144,7 +141,7 @@ P, D = Address("p", 1), Address("d", 1)
         ([replica("p", "prefill", state="suspected")], [replica("d")], {}, Route(None, D)),
         ([replica("p", "prefill", state="draining")], [replica("d")], {"disaggregation": "strict"}, None),
         ([replica("p", "prefill")], [replica("d")], {"disaggregation": "colocated"}, Route(None, D)),
-        # Full pools: the request waits in the router rather than fall back.
+        # If a pool is full, the request waits in the router instead of falling back.
         ([replica("p", "prefill", in_flight=10)], [replica("d")], {}, None),
         ([replica("p", "prefill")], [replica("d", in_flight=10)], {}, None),
         ([replica("p", "prefill")], [replica("d", state="suspected")], {}, None),
@@ -153,7 +150,7 @@ P, D = Address("p", 1), Address("d", 1)
         ([replica("p", "prefill", max_model_len=17)], [replica("d")], {}, Route(None, D)),
         ([replica("p", "prefill", max_model_len=18)], [replica("d")], {}, Route(P, D)),
         ([replica("p", "prefill", num_blocks=3)], [replica("d")], {"disaggregation": "strict"}, None),
-        # Conditional disaggregation looks at what decode lacks.
+        # Conditional disaggregation looks at the tokens that decode lacks.
         ([replica("p", "prefill")], [replica("d")], {"minimum": 18}, Route(None, D)),
         ([replica("p", "prefill")], [replica("d")], {"minimum": 17}, Route(P, D)),
         ([replica("p", "prefill")], [replica("d", hashes=set(CHAIN))], {"minimum": 17}, Route(None, D)),
@@ -166,7 +163,7 @@ def test_pick(
 
 
 def test_a_policy_that_looks_at_hashes_says_so() -> None:
-    """Its choice changes with the hashes; of all others it does not."""
+    """The choices of policies that want hashes change with them, and only theirs."""
     pool = [replica("a", free=50, num_blocks=101), replica("b", free=49, num_blocks=101, hashes=set(CHAIN))]
     for policy in POLICIES.values():
         chosen = {policy.choose(pool, ask(hashes=hashes)).address for hashes in (CHAIN, [])}

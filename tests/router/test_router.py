@@ -1,18 +1,10 @@
-"""R's table, row by row, without engines: what goes in by hand, what comes out in the outbox and the client events."""
+"""R's table row by row, without engines: messages go in by hand, outbox and client events come out."""
 
-from collections.abc import Callable
-from itertools import product
-from typing import Any
-
-import numpy as np
 import pytest
 
-from protocol.clock import VirtualClock
 from protocol.errors import (
     DeadlineExceeded,
     Draining,
-    InvalidRequest,
-    Overloaded,
     ProtocolError,
     RequestCancelled,
     RequestFailed,
@@ -20,117 +12,14 @@ from protocol.errors import (
 from protocol.messages import (
     AbortRequest,
     Address,
-    End,
     EngineRequest,
-    Envelope,
-    Hello,
     PeerDown,
     PeerGap,
     PeerUp,
-    ReplicaStatus,
     RouterStatus,
-    SamplingParams,
     StageSeconds,
-    StepTokens,
 )
-from router.admission import ClientRequest
-from router.config import RouterConfig
-from router.request import Delivered, Ended
-from router.router import Router
-
-P, D = Address("prefill-0", 5), Address("decode-0", 6)
-
-
-def status(num_free_blocks: int) -> ReplicaStatus:
-    counts: dict[str, Any] = {
-        "num_waiting": 0,
-        "num_running": 0,
-        "num_leases": 0,
-        "num_pulls": 0,
-        "num_early_handoffs": 0,
-    }
-    return ReplicaStatus(state="up", seq=1, num_free_blocks=num_free_blocks, **counts)
-
-
-class World:
-    """A router with one prefill and one decode engine that exist only as addresses."""
-
-    def __init__(self, *, prefill: bool = True, **config: Any) -> None:
-        self.clock = VirtualClock()
-        self.router = Router(RouterConfig(**config), address=Address("router", 3), clock=self.clock, seed=1)
-        if prefill:
-            self.hello(P, "prefill")
-        self.hello(D, "decode")
-        self.sent()
-
-    def hello(self, address: Address, role: Any, **changes: Any) -> None:
-        fields: dict[str, Any] = {
-            "block_size": 4,
-            "num_blocks": 100,
-            "max_num_seqs": 2,
-            "max_model_len": 64,
-            "max_prompt_tokens": 63,
-        }
-        self.router.replica_started(address)
-        self.say(
-            address,
-            Hello(
-                role=role, layout_fingerprint=b"l", endpoint=b"at " + address.replica_id.encode(), **(fields | changes)
-            ),
-        )
-
-    def say(self, sender: Address, message: Any) -> None:
-        self.router.handle(Envelope(sender, self.router.address, 0, message))
-
-    def submit(self, name: str = "r", **changes: Any) -> None:
-        fields: dict[str, Any] = {
-            "max_tokens": 5,
-            "sampling": SamplingParams(),
-            "prompt_token_ids": np.array([7, 8, 9], np.int32),
-        }
-        self.router.submit(ClientRequest(request_id=name, **(fields | changes)))
-
-    def tokens(
-        self,
-        sender: Address,
-        offset: int,
-        token_ids: list[int],
-        end: Any = None,
-        *,
-        attempt: int = 1,
-        request_number: int = 0,
-        **more: Any,
-    ) -> None:
-        ends = (End(request_number, attempt, *end),) if end else ()
-        one = [request_number] if token_ids else []
-        self.say(
-            sender,
-            StepTokens(
-                router_epoch=3,
-                request_numbers=np.array(one, np.int64),
-                attempts=np.array([attempt] * len(one), np.int32),
-                offsets=np.array([offset] * len(one), np.int32),
-                counts=np.array([len(token_ids)] * len(one), np.int32),
-                token_ids=np.array(token_ids, np.int32),
-                ends=ends,
-                **more,
-            ),
-        )
-
-    def sent(self, kind: type | None = None) -> list[tuple[Address, Any]]:
-        sent = [(to, message) for to, message in self.router.outbox if kind is None or isinstance(message, kind)]
-        self.router.outbox.clear()
-        return sent
-
-    def received(self) -> list[int]:
-        return [token for event in self.router.events if isinstance(event, Delivered) for token in event.token_ids]
-
-    def ended(self) -> Ended:
-        (ended,) = [event for event in self.router.events if isinstance(event, Ended)]
-        return ended
-
-    def in_flight(self) -> dict[str, int]:
-        return {replica.address.replica_id: replica.in_flight for replica in self.router.replicas()}
+from tests.router.router_world import D, P, World, status
 
 
 def test_engines_are_introduced_whichever_starts_first() -> None:
@@ -210,19 +99,15 @@ def test_a_failed_attempt_goes_on_from_what_was_delivered() -> None:
     sent = world.sent()
     assert (P, "superseded") in [(to, m.reason) for to, m in sent if isinstance(m, AbortRequest)]
     retry = next(m for to, m in sent if isinstance(m, EngineRequest) and to == D)
-    assert (retry.key.attempt, retry.prompt_token_ids.tolist(), retry.offset, retry.max_tokens) == (
-        2,
-        [7, 8, 9, 40, 41],
-        2,
-        3,
-    )
-    world.tokens(D, 0, [40, 41, 42], attempt=1)  # late: another key
+    assert (retry.key.attempt, retry.offset, retry.max_tokens) == (2, 2, 3)
+    assert retry.prompt_token_ids.tolist() == [7, 8, 9, 40, 41]
+    world.tokens(D, 0, [40, 41, 42], attempt=1)  # too late: the first attempt no longer counts
     world.tokens(D, 2, [42], ("finished", "length"), attempt=2)
     assert world.received() == [40, 41, 42] and world.ended().attempts == 2
 
 
 def test_cached_tokens_are_those_of_the_first_attempt_that_tells() -> None:
-    """Zero is an answer; what an attempt finds of tokens that were delivered before is the request's own work."""
+    """Zero counts as told. What a later attempt finds of delivered tokens is the request's own work."""
     world = World(max_attempts=9)
     world.submit()
     world.tokens(P, 0, [1], stages=(StageSeconds(0, 1, {}, 0),))
@@ -233,7 +118,7 @@ def test_cached_tokens_are_those_of_the_first_attempt_that_tells() -> None:
 
 
 def test_cached_tokens_that_were_never_told_of_the_prompt_alone_are_none() -> None:
-    """Decode overtakes prefill, which dies: nobody tells any more what it had."""
+    """Decode overtakes prefill and fails, so no engine tells any more what the first attempt found in a cache."""
     world = World()
     world.submit()
     world.tokens(D, 0, [1, 2], end=("failed", None, "x"))
@@ -249,76 +134,6 @@ def test_a_first_attempt_that_fails_after_it_told_stands() -> None:
     world.tokens(P, 0, [1], attempt=2, stages=(StageSeconds(0, 2, {}, 0),))
     world.tokens(D, 1, [2, 3, 4, 5], attempt=2, end=("finished", "length"))
     assert world.ended().usage.cached_tokens == 2
-
-
-# ---- limits of one engine, and promises of the deployment
-
-
-def prompt(num_tokens: int) -> np.ndarray:
-    return np.arange(num_tokens, dtype=np.int32)
-
-
-def test_a_prompt_that_no_engine_computes_is_refused_with_the_limit() -> None:
-    world = World(prefill=False)
-    world.hello(Address("decode-0", 9), "decode", max_prompt_tokens=16)
-    with pytest.raises(
-        InvalidRequest,
-        match="prompt: 17 tokens is not allowed: the longest prompt that an engine computes has 16 tokens",
-    ):
-        world.submit(prompt_token_ids=prompt(17))
-    world.submit(prompt_token_ids=prompt(16))
-
-
-def test_a_prompt_that_decode_alone_computes_goes_there() -> None:
-    world = World(prefill=False)
-    world.hello(P, "prefill", max_prompt_tokens=16)
-    world.submit(prompt_token_ids=prompt(17))
-    ((to, message),) = world.sent(EngineRequest)
-    assert (to, message.role) == (D, "colocated")
-
-
-def test_a_prompt_that_prefill_alone_computes_waits_for_it_and_lets_others_pass() -> None:
-    world = World()
-    world.hello(Address("decode-0", 9), "decode", max_prompt_tokens=16)
-    world.submit("long", prompt_token_ids=prompt(17))
-    assert {message.role for _, message in world.sent(EngineRequest)} == {"prefill", "decode"}
-    world.router.replica_down(P)
-    with pytest.raises(RequestFailed, match="no prefill engine that computes a prompt of 17 tokens is up"):
-        world.submit("longer", prompt_token_ids=prompt(17))
-    world.submit("short")
-    ((_, message),) = world.sent(EngineRequest)
-    assert (message.key.request_id, message.role, world.router.num_queued) == ("short", "colocated", 1)
-    world.hello(Address("prefill-0", 10), "prefill")
-    assert [message.key.request_id for _, message in world.sent(EngineRequest)] == ["long", "long"]
-
-
-def test_an_answer_that_goes_on_is_not_a_prompt() -> None:
-    """Its known tokens may outgrow what an engine takes as a prompt."""
-    world = World(prefill=False)
-    world.hello(Address("decode-0", 9), "decode", max_prompt_tokens=3)
-    world.submit()
-    world.sent()
-    world.tokens(Address("decode-0", 9), 0, [1, 2], end=("returned",))
-    ((_, message),) = world.sent(EngineRequest)
-    assert (message.role, message.offset, len(message.prompt_token_ids)) == ("colocated", 2, 5)
-
-
-def test_a_decode_engine_that_cannot_hold_the_whole_answer_does_not_get_it() -> None:
-    world = World(prefill=False)
-    world.submit(prompt_token_ids=prompt(40), max_tokens=20)
-    world.sent()
-    world.router.replica_down(D)
-    world.hello(Address("decode-1", 9), "decode", num_blocks=14, max_prompt_tokens=52)
-    assert world.sent(EngineRequest) == [] and world.router.num_queued == 1
-
-
-def test_nothing_is_returned_to_a_prefill_pool_that_is_not_used() -> None:
-    for mode, told in (("auto", (50, 63)), ("colocated", (0, 0))):
-        world = World(disaggregation=mode)
-        world.say(P, status(num_free_blocks=50))
-        world.clock.advance_to(2.0)
-        world.router.tick()
-        assert {(m.prefill_room_blocks, m.prefill_max_tokens) for _, m in world.sent(RouterStatus)} == {told}
 
 
 def test_max_attempts_failures_end_a_request_and_returned_ones_do_not_count() -> None:
@@ -356,7 +171,7 @@ def test_decode_down_tells_prefill_that_its_peer_is_lost() -> None:
     world.hello(Address("decode-0", 9), "decode")
     retry = next(m for to, m in world.sent(EngineRequest) if to == Address("decode-0", 9))
     assert retry.offset == 2
-    world.tokens(D, 2, [66], attempt=1)  # of the dead epoch
+    world.tokens(D, 2, [66], attempt=1)  # from the dead epoch
     assert world.received() == [40, 41]
 
 
@@ -406,57 +221,6 @@ def test_cancel_deadline_and_stop_end_it_everywhere() -> None:
         assert world.ended() is ended and not any(world.in_flight().values())
 
 
-def test_excess_waits_in_the_router_and_a_full_line_refuses() -> None:
-    world = World(max_queue=3)
-    for index in range(13):  # 2 seats + 8 ahead, 3 in the line
-        world.submit(f"r{index}")
-    assert world.in_flight()["decode-0"] == 10
-    with pytest.raises(Overloaded):
-        world.submit("one too many")
-    world.router.cancel("r0")
-    assert world.in_flight()["decode-0"] == 10
-    world.submit("fits again")
-
-
-def test_several_requests_are_accepted_together_or_none_is() -> None:
-    """2 seats and 8 ahead in each engine of a pair, 3 in the line; whatever is wrong with one of them."""
-    world = World(max_queue=3)
-
-    def several(*changes: dict[str, Any]) -> list[ClientRequest]:
-        fields: dict[str, Any] = {
-            "prompt_token_ids": np.array([7, 8, 9], np.int32),
-            "max_tokens": 5,
-            "sampling": SamplingParams(),
-        }
-        return [
-            ClientRequest(**{"request_id": f"r{index}", **fields, **change}) for index, change in enumerate(changes)
-        ]
-
-    for wrong, error in (
-        ([{}] * 14, Overloaded),
-        ([{}, {"max_tokens": 0}], InvalidRequest),
-        ([{}, {"deadline_s": 0.0}], DeadlineExceeded),
-    ):
-        with pytest.raises(error):
-            world.router.submit(*several(*wrong))
-        assert world.sent() == [] and world.router.num_open == 0 and world.router.counters["accepted"] == 0
-    world.router.submit(*several(*[{}] * 13))
-    assert (world.in_flight(), world.router.num_queued) == ({"prefill-0": 10, "decode-0": 10}, 3)
-
-
-def test_refusals_leave_nothing_behind() -> None:
-    world = World()
-    with pytest.raises(InvalidRequest):
-        world.submit(max_tokens=0)
-    world.submit("same")
-    with pytest.raises(InvalidRequest, match="already in use"):
-        world.submit("same")
-    assert world.router.num_open == 1
-    world.router.drain(5.0)
-    with pytest.raises(Draining):
-        world.submit("late")
-
-
 def test_drain_ends_what_is_open_at_the_deadline() -> None:
     world = World()
     world.submit()
@@ -466,19 +230,6 @@ def test_drain_ends_what_is_open_at_the_deadline() -> None:
     world.router.tick()
     assert world.router.drained and isinstance(world.ended().error, Draining)
     assert world.router.num_cut_short == 1
-
-
-def test_without_an_engine_requests_are_refused_and_without_prefill_decode_serves_alone() -> None:
-    router = Router(RouterConfig(), address=Address("router", 3), clock=VirtualClock(), seed=1)
-    with pytest.raises(RequestFailed, match="no decode engine"):
-        router.submit(
-            ClientRequest(
-                request_id="r", prompt_token_ids=np.array([1], np.int32), max_tokens=1, sampling=SamplingParams()
-            )
-        )
-    world = World(prefill=False)
-    world.submit()
-    assert [(to, m.role, m.peer) for to, m in world.sent(EngineRequest)] == [(D, "colocated", None)]
 
 
 def test_status_goes_out_every_second_with_the_largest_room() -> None:
@@ -501,42 +252,3 @@ def test_stage_times_sum_to_the_time_in_the_router() -> None:
     stages = world.ended().stages
     assert sum(stages.values()) == pytest.approx(3.0)
     assert stages["messages"] == pytest.approx(0.2)
-
-
-def test_strict_disaggregation_refuses_what_would_fall_back() -> None:
-    world = World(prefill=False, disaggregation="strict")
-    with pytest.raises(RequestFailed, match="strict"):
-        world.submit()
-    world.hello(P, "prefill", num_blocks=3)
-    with pytest.raises(InvalidRequest, match="prefill engines hold 8 tokens"):
-        world.submit(max_tokens=7)
-    world.submit("fits", max_tokens=6)
-    assert {m.role for _, m in world.sent(EngineRequest)} == {"prefill", "decode"}
-
-
-def test_what_says_that_it_is_ready_takes_requests_and_only_that() -> None:
-    """Whatever may be up, suspected, draining or gone, under every kind of disaggregation."""
-
-    def silence(world: World, address: Address) -> None:
-        world.clock.advance_to(5.0)
-        world.router.tick()
-
-    gone: list[Callable[[World, Address], None]] = [
-        lambda world, address: None,
-        lambda world, address: world.router.replica_down(address),
-        lambda world, address: world.router.replica_lost(address),
-        lambda world, address: world.router.drain_replica(address, 5.0),
-        lambda world, address: world.router.drain(5.0),
-        silence,
-    ]
-    for disaggregation, prefill, loss, address in product(("auto", "strict", "colocated"), (True, False), gone, (P, D)):
-        world = World(prefill=prefill, disaggregation=disaggregation)
-        if address == D or prefill:
-            loss(world, address)
-        ready = world.router.ready
-        try:
-            world.submit()
-        except (RequestFailed, Draining):
-            assert not ready
-        else:
-            assert ready

@@ -1,4 +1,4 @@
-"""Tokenizers of SentencePiece's kind against the library, and the texts of their answers while tokens arrive."""
+"""Tokenizers of SentencePiece's kind agree with the library, and their answers arrive as whole characters."""
 
 import json
 import tempfile
@@ -37,7 +37,7 @@ texts = (
 
 
 def pieces_of(token_ids: list[int], cuts: list[int], stop: tuple[str, ...] = ()) -> list[str]:
-    """What a client gets when the tokens come in steps with these edges."""
+    """Returns the pieces that a client gets when the tokens come in steps with these edges."""
     detokenizer = Detokenizer(TOKENIZER, stop)
     edges = [0, *sorted(cut % (len(token_ids) + 1) for cut in cuts), len(token_ids)]
     pieces = [detokenizer.push(token_ids[start:end])[0] for start, end in pairwise(edges)]
@@ -56,7 +56,7 @@ def test_prompts_are_those_of_the_library(both: tuple[Library, TextTokenizer], t
 
 @given(texts, st.lists(st.integers(0, 1000), max_size=12))
 def test_an_answer_arrives_in_whole_characters_and_keeps_its_first_blank(text: str, cuts: list[int]) -> None:
-    """What follows the first token is the text's rest: a prompt and its answer join without a blank lost or added."""
+    """The tokens after the first read as the rest of the text, so a prompt and its answer join to it exactly."""
     ids = TOKENIZER.encode("a" + text).tolist()
     first = TOKENIZER.decode(np.array(ids[:1], dtype=np.int32))
     pieces = pieces_of(ids[1:], cuts)
@@ -72,7 +72,7 @@ def test_any_tokens_read_as_the_library_reads_them_after_others(ids: list[int], 
     text = "".join(pieces_of(ids, cuts))
     assert text == TOKENIZER.decode(np.array(ids, dtype=np.int32))
     expected = LIBRARY.decode([marker, *ids]).removeprefix("a")
-    if "\ufffd" not in text and "\ufffd" not in expected:  # the library replaces broken runs of bytes whole
+    if "\ufffd" not in text and "\ufffd" not in expected:  # the library replaces a broken run of bytes as a whole
         assert text == expected
 
 

@@ -1,3 +1,5 @@
+"""Byte-level tokenizers agree with the library; chat templates are rendered; numbers stand in for missing text."""
+
 import json
 from pathlib import Path
 

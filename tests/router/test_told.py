@@ -1,6 +1,4 @@
-"""However a call ends, counters and trace say what its client was told. Over a real socket; the core ends as the test
-says.
-"""
+"""However a call ends, counters and trace say what its client was told. Calls go over a socket to a scripted core."""
 
 import asyncio
 import threading
@@ -20,7 +18,7 @@ from twopass import AsyncClient
 from twopass.proto import twopass_pb2 as pb
 
 Told = list[str]
-"""Of each answer, in their order, how it ended for the client: a finish reason, or the name of a status."""
+"""How each answer ended for the client, in their order: a finish reason, or the name of a status."""
 
 STATUS_OF = {"CANCELLED": "cancelled", "DEADLINE_EXCEEDED": "deadline", "UNAVAILABLE": "failed"}
 
@@ -54,8 +52,8 @@ async def too_much_at_once_to_keep(s: Serving, client: AsyncClient) -> Told:
 
 
 async def only_piece_too_large_for_the_connection(s: Serving, client: AsyncClient) -> Told:
-    """Its client does not read. Mostly the windows are too small for it, and the server gives up; with luck it is
-    written after all.
+    """The client does not read. Usually the connection's windows are too small for the piece and the server gives up;
+    sometimes it is written after all.
     """
     stream = client.generate(prompt_token_ids=[1])
     request = await s.next_submit()
@@ -103,7 +101,7 @@ async def one_of_three_fails(s: Serving, client: AsyncClient) -> Told:
 
 
 class HeldTokenizer(NumberTokenizer):
-    """Does each text once it may leave. Whoever releases `leave` awaits `left`: the next one could take its place."""
+    """Tokenises a text once `leave` is released. Whoever does so then awaits `left`, so that no later text takes it."""
 
     def __init__(self) -> None:
         super().__init__(VOCAB_SIZE)
@@ -117,7 +115,7 @@ class HeldTokenizer(NumberTokenizer):
 
 
 async def status(stream: twopass.AsyncStream) -> str:
-    """What the stream raises."""
+    """Returns the status of the error that the stream raises."""
     with pytest.raises(twopass.RequestError) as caught:
         await stream.read()
     return caught.value.status
@@ -144,7 +142,7 @@ def test_counters_and_trace_say_what_the_client_was_told(
     async def test(s: Serving) -> None:
         async with AsyncClient(s.address) as client:
             told = [STATUS_OF.get(word, word) for word in await end(s, client)]
-            while s.door.num_open:  # who cancels does not wait for the router
+            while s.door.num_open:  # a client that cancels does not wait for the router
                 await asyncio.sleep(0)
         totals = s.door.totals
         assert {reason: count for reason, count in totals.ends.items() if count} == {
@@ -169,7 +167,7 @@ def test_a_last_piece_that_nobody_takes_ends_nothing() -> None:
         first = asyncio.ensure_future(anext(pieces))
         s.core.end((await s.next_submit()).request_id, "length")
         s.door.pump()
-        assert (await first).finish_reason == pb.FINISH_REASON_LENGTH
+        assert (await first).finish_reason == "length"
         await pieces.aclose()
         assert {reason for reason, count in s.door.totals.ends.items() if count} == {"cancelled"}
         assert s.door.totals.paths["colocated"] == sum(s.door.totals.total.now.counts) == 0

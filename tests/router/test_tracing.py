@@ -1,4 +1,4 @@
-"""Spans of calls, through the gRPC door into memory and over HTTP into a collector of this process."""
+"""Spans of calls through the gRPC door, kept in memory or sent over HTTP to a collector in this process."""
 
 import asyncio
 import subprocess
@@ -45,6 +45,8 @@ STAGES = {
 
 
 class Recorded:
+    """A tracing that keeps its spans in memory."""
+
     def __init__(self) -> None:
         self._exporter = InMemorySpanExporter()
         provider = TracerProvider(shutdown_on_exit=False)
@@ -53,7 +55,7 @@ class Recorded:
 
     @property
     def codes(self) -> list[object]:
-        """Statuses of all calls, in the order they ended."""
+        """The statuses of all calls, in the order in which they ended."""
         spans = self._exporter.get_finished_spans()
         return [
             span.attributes["rpc.response.status_code"] for span in spans if span.attributes and span.name == "generate"
@@ -97,24 +99,26 @@ def test_a_call_has_a_span_for_each_part_under_the_callers_own() -> None:
         "transfer": 0.125,
         "decode": 2.25,
     }
-    assert [a.end_time for a in spans.values()][:-1] == [b.start_time for b in spans.values()][1:], (
-        "one after the other"
-    )
+    starts, ends = [span.start_time for span in spans.values()], [span.end_time for span in spans.values()]
+    assert starts[1:] == ends[:-1], "the parts follow one another"
     assert call.attributes is not None and call.attributes["rpc.response.status_code"] == "OK"
     assert call.attributes["twopass.0.messages_s"] == 0.5
-    asked: dict[str, object] = {
+    expected: dict[str, object] = {
         "operation.name": "text_completion",
         "provider.name": "twopass",
         "request.model": "arithmetic",
-    }
-    asked |= {"request.max_tokens": 1, "request.temperature": 0.5, "request.seed": 3, "request.choice.count": 1}
-    told: dict[str, object] = {
+        "request.max_tokens": 1,
+        "request.temperature": 0.5,
+        "request.seed": 3,
+        "request.choice.count": 1,
         "response.id": "mine",
-        "response.finish_reasons": ("length",),
         "response.model": "arithmetic",
+        "response.finish_reasons": ("length",),
+        "usage.input_tokens": 2,
+        "usage.output_tokens": 1,
+        "usage.cache_read.input_tokens": 0,
     }
-    told |= {"usage.input_tokens": 2, "usage.output_tokens": 1, "usage.cache_read.input_tokens": 0}
-    for name, value in (asked | told).items():
+    for name, value in expected.items():
         assert call.attributes[f"gen_ai.{name}"] == value, name
     assert "gen_ai.request.top_k" not in call.attributes, "what nobody asked for is left out"
 
@@ -204,15 +208,13 @@ def test_the_router_hands_the_context_to_both_engines() -> None:
     )
     router.submit(request)
     sent = [message for _, message in router.outbox if isinstance(message, EngineRequest)]
-    assert [(message.role, message.traceparent) for message in sent] == [
-        ("decode", TRACEPARENT),
-        ("prefill", TRACEPARENT),
-    ]
+    told = [(message.role, message.traceparent) for message in sent]
+    assert told == [("decode", TRACEPARENT), ("prefill", TRACEPARENT)]
 
 
 @contextmanager
 def collector() -> Iterator[tuple[str, "SimpleQueue[ExportTraceServiceRequest]"]]:
-    """URL of an OTLP/HTTP collector on loopback, and what it gets."""
+    """Yields the URL of an OTLP/HTTP collector on loopback, and a queue of what it receives."""
     received: SimpleQueue[ExportTraceServiceRequest] = SimpleQueue()
 
     class Handler(BaseHTTPRequestHandler):
@@ -234,7 +236,7 @@ def collector() -> Iterator[tuple[str, "SimpleQueue[ExportTraceServiceRequest]"]
 
 
 def test_spans_arrive_at_a_collector(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody there
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody listens there
     with collector() as (endpoint, received):
         tracing = export_to(endpoint)
         trace = tracing.begin(TRACEPARENT)
@@ -257,7 +259,7 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_router_process_exports_what_it_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.actor.configure", lambda level, address: None)  # logs of this process are pytest's
+    monkeypatch.setattr("router.actor.configure", lambda level, address: None)  # pytest owns this process's logs
 
     async def serve_one(endpoint: str) -> None:
         config = RouterConfig(grpc_port=0, metrics_port=0, otlp_endpoint=endpoint)

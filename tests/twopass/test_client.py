@@ -1,4 +1,4 @@
-"""The client against a real server on loopback; the server's own behaviour is tested in tests/router."""
+"""The client against a real server on loopback. tests/router tests the server's own behaviour."""
 
 import asyncio
 import gc
@@ -19,7 +19,7 @@ from twopass import AsyncClient, Client
 from twopass.proto import twopass_pb2 as pb
 
 SILENT = 999
-"""A prompt that begins with it gets its first token and no end."""
+"""A prompt that begins with this token gets one token and no end."""
 
 
 def on_submit(core: ScriptedCore, request: ClientRequest) -> None:
@@ -272,19 +272,8 @@ def test_a_status_ok_without_an_end_is_an_error(messages: list[pb.GenerateRespon
 
 
 def test_the_client_brings_in_nothing_of_the_server() -> None:
-    servers = [
-        "torch",
-        "ray",
-        "numpy",
-        "tokenizers",
-        "jinja2",
-        "pydantic",
-        "yaml",
-        "protocol",
-        "router",
-        "engine",
-        "cluster",
-    ]
+    libraries = ["torch", "ray", "numpy", "tokenizers", "jinja2", "pydantic", "yaml"]
+    servers = [*libraries, "protocol", "router", "engine", "cluster"]
     program = f"import sys, twopass; print([name for name in {servers} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "[]"

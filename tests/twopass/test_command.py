@@ -17,30 +17,15 @@ def test_generate_streams_a_sampled_answer() -> None:
         echo(core, request)
 
     async def test(s: Serving) -> None:
-        arguments = [
-            "generate",
-            "<3> <4>",
-            "--server",
-            s.address,
-            "--temperature",
-            "0.5",
-            "--top-p",
-            "0.9",
-            "--seed",
-            "7",
-        ]
+        options = ["--temperature", "0.5", "--top-p", "0.9", "--seed", "7"]
+        arguments = ["generate", "<3> <4>", "--server", s.address, *options]
         result = await asyncio.to_thread(CliRunner().invoke, app, arguments)
         assert (result.exit_code, result.stdout) == (0, "<3> <4> \n")
-        refused = await asyncio.to_thread(
-            CliRunner().invoke, app, ["generate", "<3>", "--server", s.address, "--top-p", "0"]
-        )
+        arguments = ["generate", "<3>", "--server", s.address, "--top-p", "0"]
+        refused = await asyncio.to_thread(CliRunner().invoke, app, arguments)
         assert refused.exit_code == 2
 
     scenario(test, ScriptedCore(on_submit))
     (request,) = seen
-    assert (request.sampling.temperature, request.sampling.top_p, request.sampling.seed, request.max_tokens) == (
-        0.5,
-        0.9,
-        7,
-        128,
-    )
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.seed, request.max_tokens) == (0.5, 0.9, 7, 128)

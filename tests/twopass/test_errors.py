@@ -1,3 +1,5 @@
+"""Every gRPC status becomes an error of the client library."""
+
 import grpc
 import pytest
 

@@ -1,3 +1,5 @@
+"""The generated code of the gRPC contract is up to date."""
+
 import importlib.metadata
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A proxy that answers 403 and remembers what it was asked for; gRPC itself decides whether it is asked."""
+"""Which connections go through a proxy. gRPC itself decides whether it asks the proxy of the test."""
 
 import asyncio
 import socket
@@ -15,11 +15,13 @@ from twopass.proxy import EXCEPTIONS, VARIABLES, is_loopback, proxy_of
 
 
 class Proxy:
+    """A proxy that answers 403 and remembers what it was asked for."""
+
     def __init__(self) -> None:
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port = self._listening.getsockname()[1]
         self.asked: list[str] = []
-        """Hosts and ports."""
+        """The hosts and ports that it was asked for."""
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:

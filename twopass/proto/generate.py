@@ -1,6 +1,6 @@
 """Writes the generated code beside twopass.proto: `python -m twopass.proto.generate [ROOT]`.
 
-ROOT is the folder that gets `twopass/proto/*`; default: the one this package lies in. Needs grpcio-tools.
+The files go to ROOT/twopass/proto; by default ROOT is the folder of this package. The command needs grpcio-tools.
 """
 
 import subprocess
@@ -12,7 +12,7 @@ PROTO = "twopass/proto/twopass.proto"
 
 
 def generate(root: Path = SOURCE_ROOT) -> None:
-    """Generates below `root`, which must exist. Raises CalledProcessError if the compiler refuses the file."""
+    """Writes below `root`, which must exist. Raises CalledProcessError if the compiler refuses the file."""
     outputs = [f"--{kind}={root}" for kind in ("python_out", "pyi_out", "grpc_python_out")]
     subprocess.run(
         [sys.executable, "-m", "grpc_tools.protoc", f"-I{SOURCE_ROOT}", *outputs, PROTO], check=True, cwd=SOURCE_ROOT

@@ -1,0 +1,100 @@
+"""The chunks of one call as they arrive. Closing a stream, or dropping it, cancels the request."""
+
+from collections.abc import AsyncIterator, Iterator
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+
+from twopass.types import Chunk, Completion
+from twopass.wire import incomplete, join, single, to_chunk, to_error
+
+
+class Stream(Iterator[Chunk]):
+    """The stream of one call. Iterate it, `read` the rest, or `close` it to cancel the request."""
+
+    def __init__(self, call: Any, address: str) -> None:
+        self._call, self._address = call, address
+        self._ended = False
+
+    def __next__(self) -> Chunk:
+        try:
+            message = next(self._call)
+        except StopIteration:
+            if not self._ended:
+                raise incomplete() from None
+            raise
+        except grpc.RpcError as error:
+            raise to_error(self._call, self._address) from error
+        chunk = to_chunk(message)
+        self._ended = chunk.usage is not None
+        return chunk
+
+    def read(self) -> Completion:
+        """Waits for the end and joins all chunks that were not iterated yet."""
+        return single(self.read_all())
+
+    def read_all(self) -> list[Completion]:
+        """Works like `read`, for `n` answers."""
+        with self:
+            return join(list(self))
+
+    def close(self) -> None:
+        """Cancels the request unless it has ended."""
+        self._call.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self._call.cancel()
+
+
+class AsyncStream(AsyncIterator[Chunk]):
+    """Works like `Stream`, for an event loop. `aclose` cancels the request."""
+
+    def __init__(self, call: Any, address: str) -> None:
+        self._call, self._address = call, address
+        self._ended = False
+
+    async def __anext__(self) -> Chunk:
+        try:
+            message = await self._call.read()
+        except grpc.RpcError as error:
+            raise to_error(error, self._address) from error
+        if message is grpc.aio.EOF:
+            if not self._ended:
+                raise incomplete()
+            raise StopAsyncIteration
+        chunk = to_chunk(message)
+        self._ended = chunk.usage is not None
+        return chunk
+
+    async def read(self) -> Completion:
+        """Waits for the end and joins all chunks that were not iterated yet."""
+        return single(await self.read_all())
+
+    async def read_all(self) -> list[Completion]:
+        """Works like `read`, for `n` answers."""
+        async with self:
+            return join([chunk async for chunk in self])
+
+    async def aclose(self) -> None:
+        """Cancels the request unless it has ended."""
+        self._call.cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        self._call.cancel()

@@ -61,7 +61,7 @@ class RouterActor:
         self._serving: asyncio.Future[tuple[None, None]] | None = None
 
     async def start(self) -> int:
-        """Loads the tokenizer and starts to listen. Returns the gRPC port. Raises StartupError, whatever the cause was."""
+        """Loads the tokenizer and starts to listen. Returns the gRPC port. Raises StartupError, whatever happened."""
         with startup_errors(ROUTER_ID):
             return await self._start()
 

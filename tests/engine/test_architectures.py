@@ -159,9 +159,10 @@ def test_logits_are_those_of_transformers(reference: Reference, steps: list[int]
     assert isinstance(runner._ops, TorchOps) == (runner.model.config.head_dim % 16 != 0)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "gemma 3", "phi 4 mini"])
-def test_what_sets_families_apart_in_bfloat16(tmp_path: Path, name: str) -> None:
-    reference = write_reference(tmp_path, name, 64)
+@pytest.mark.parametrize("head_dim", [64, 24])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "gemma 3", "phi 3 window", "phi 4 mini"])
+def test_what_sets_families_apart_in_bfloat16(tmp_path: Path, name: str, head_dim: int) -> None:
+    reference = write_reference(tmp_path, name, head_dim)
     logits, _ = logits_of_steps(reference, [40, 29, 1], "bfloat16")
     expected = reference.logits[[39, 68, 69]]
     assert float((logits - expected).abs().max()) < 0.04 * float(expected.abs().max())

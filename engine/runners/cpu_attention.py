@@ -115,7 +115,10 @@ def scratch_elements(head_dim: int, group: int) -> int:
 
 @functools.cache
 def make_attention(shape: Shape) -> Attention:
-    place_token, attend_token, attend_tile = _make_place_token(shape), _make_attend_token(shape), _make_tile(shape)
+    scratch, store_rows = _make_scratch(shape), _make_store_rows(shape)
+    place_token = _make_place_token(shape)
+    attend_token = _make_attend_token(shape, scratch, store_rows)
+    attend_tile = _make_attend_tile(shape, scratch, store_rows)
 
     def attention(
         qkv: Stored, layer: int, cache: Stored, q: Float32, out: Stored, positions: Int64, slots: Int64, cos: Float32,
@@ -124,23 +127,28 @@ def make_attention(shape: Shape) -> Attention:
         num_tokens, factor = qkv.shape[0], np.float32(LOG2E * scale)
         if num_tokens < 8:
             for t in range(num_tokens):
-                place_token(t, qkv, q, positions[t], slots[t], cos, sin, cache, layer, factor)
+                place_token(
+                    t, positions[t], slots[t], qkv=qkv, q=q, cos=cos, sin=sin, cache=cache, layer=layer, factor=factor
+                )
         else:
             for t in prange(num_tokens):
-                place_token(t, qkv, q, positions[t], slots[t], cos, sin, cache, layer, factor)
+                place_token(
+                    t, positions[t], slots[t], qkv=qkv, q=q, cos=cos, sin=sin, cache=cache, layer=layer, factor=factor
+                )
         for b in prange(len(bins) - 1):
             for i in range(bins[b], bins[b + 1]):
                 t0, num, position, sequence, head = items[i, 0], items[i, 1], items[i, 2], items[i, 3], items[i, 4]
                 if num == 1:
                     after = min(i + 1, bins[b + 1] - 1)
                     attend_token(
-                        t0, head, tables[sequence], position + 1, window,
-                        items[after, 4], tables[items[after, 3]], items[after, 2] + 1,
-                        q, out, cache, layer, work[b],
+                        t0, head=head, table=tables[sequence], context=position + 1, next_head=items[after, 4],
+                        next_table=tables[items[after, 3]], next_context=items[after, 2] + 1, window=window, q=q,
+                        out=out, cache=cache, layer=layer, work=work[b],
                     )  # fmt: skip
                 else:
                     attend_tile(
-                        t0, num, head, tables[sequence], position, window, q, out, cache, layer, work[b],
+                        t0, num, head=head, table=tables[sequence], position=position, window=window, q=q, out=out,
+                        cache=cache, layer=layer, work=work[b],
                     )  # fmt: skip
 
     return compiled(SOURCES, shape.key)(attention)
@@ -194,7 +202,7 @@ def _make_place_token(shape: Shape) -> Callable[..., None]:
 
     @_part(shape)
     def place_token(
-        t: int, qkv: Stored, q: Float32, position: int, slot: int, cos: Float32, sin: Float32, cache: Stored,
+        t: int, position: int, slot: int, qkv: Stored, q: Float32, cos: Float32, sin: Float32, cache: Stored,
         layer: int, factor: np.float32,
     ) -> None:  # fmt: skip
         """Rotates and scales one token's q into float32, writes its k (rotated) and v into the cache."""
@@ -260,16 +268,18 @@ def _make_store_rows(shape: Shape) -> Callable[..., None]:
     return store_rows
 
 
-def _make_attend_token(shape: Shape) -> Callable[..., None]:
+def _make_attend_token(
+    shape: Shape, scratch: Callable[[Float32], Any], store_rows: Callable[..., None]
+) -> Callable[..., None]:
     D, G, BS, BYTES = shape.head_dim, shape.group, shape.block_size, shape.element_bytes
-    scratch, store_rows, weigh_tile = _make_scratch(shape), _make_store_rows(shape), _make_weigh_tile(shape)
+    weigh_tile = _make_weigh_tile(shape)
     dot_keys, NUM_DOT = make_dot_keys(D, G, KEY_TILE, shape.bf16)
     prefetch = make_prefetch(BS * D * BYTES)
 
     @_part(shape)
     def attend_token(
-        t: int, head: int, table: Int32, context: int, window: int, next_head: int, next_table: Int32,
-        next_context: int, q: Float32, out: Stored, cache: Stored, layer: int, work: Float32,
+        t: int, head: int, table: Int32, context: int, next_head: int, next_table: Int32, next_context: int,
+        window: int, q: Float32, out: Stored, cache: Stored, layer: int, work: Float32,
     ) -> None:  # fmt: skip
         """One token's group of query heads over its keys among the first `context`, straight from the blocks."""
         scores, acc, peak, total, _, _, _ = scratch(work)
@@ -301,8 +311,11 @@ def _make_attend_token(shape: Shape) -> Callable[..., None]:
                 for j in range(begin - first):
                     scores[g, j] = LOW
                 softmax_step(scores[g], n, peak, total, acc, g)
-            weigh_tile(scores, n, base + value_bytes, block_bytes, table, first // BS, acc)
-        store_rows(G, t, head, acc, total, out)
+            weigh_tile(
+                n, weights=scores, base=base + value_bytes, block_bytes=block_bytes, table=table, block=first // BS,
+                acc=acc,
+            )  # fmt: skip
+        store_rows(G, t0=t, head=head, acc=acc, total=total, out=out)
 
     return attend_token
 
@@ -313,7 +326,7 @@ def _make_weigh_tile(shape: Shape) -> Callable[..., None]:
 
     @_part(shape)
     def weigh_tile(
-        weights: Float32, n: int, base: int, block_bytes: int, table: Int32, block: int, acc: Float32
+        n: int, weights: Float32, base: int, block_bytes: int, table: Int32, block: int, acc: Float32
     ) -> None:
         """acc [G, D] += weights [G, n] @ the n values from the sequence's block number `block` on."""
         for start in range(0, n, BS):
@@ -328,9 +341,10 @@ def _make_weigh_tile(shape: Shape) -> Callable[..., None]:
     return weigh_tile
 
 
-def _make_tile(shape: Shape) -> Callable[..., None]:
+def _make_attend_tile(
+    shape: Shape, scratch: Callable[[Float32], Any], store_rows: Callable[..., None]
+) -> Callable[..., None]:
     D, G, BS = shape.head_dim, shape.group, shape.block_size
-    scratch, store_rows = _make_scratch(shape), _make_store_rows(shape)
     widen_tile, score_tile, add_values = _make_widen_tile(shape), _make_score_tile(shape), _make_add_values(shape)
 
     @_part(shape)
@@ -356,8 +370,11 @@ def _make_tile(shape: Shape) -> Callable[..., None]:
         for first in range(first_seen(position + 1, window) // BS * BS, context, KEY_TILE):
             n = min(KEY_TILE, context - first)
             padded = (n + 31) // 32 * 32
-            widen_tile(n, padded, table, first // BS, head, cache, layer, keys_t, values)
-            score_tile(whole, padded, queries, keys_t, scores)
+            widen_tile(
+                n, padded, table=table, block=first // BS, head=head, cache=cache, layer=layer, keys_t=keys_t,
+                values=values,
+            )  # fmt: skip
+            score_tile(whole, padded, queries=queries, keys_t=keys_t, scores=scores)
             for r in range(rows):
                 end = position + r // G + 1 - first
                 for j in range(min(padded, first_seen(end + first, window) - first)):
@@ -365,8 +382,8 @@ def _make_tile(shape: Shape) -> Callable[..., None]:
                 for j in range(min(n, max(0, end)), padded):
                     scores[r, j] = LOW
                 softmax_step(scores[r], padded, peak, total, acc, r)
-            add_values(whole, padded, scores, values, acc)
-        store_rows(rows, t0, head, acc, total, out)
+            add_values(whole, padded, weights=scores, values=values, acc=acc)
+        store_rows(rows, t0=t0, head=head, acc=acc, total=total, out=out)
 
     return attend_tile
 

@@ -10,8 +10,9 @@ import importlib, pkgutil, sys
 import torch
 import engine.kernels
 from protocol.errors import ConfigError
-modules = [importlib.import_module(f"engine.kernels.{found.name}") for found in
-pkgutil.iter_modules(engine.kernels.__path__)] from engine.kernels.launch import INTERPRETED, require_device
+found = pkgutil.iter_modules(engine.kernels.__path__)
+modules = [importlib.import_module(f"engine.kernels.{each.name}") for each in found]
+from engine.kernels.launch import INTERPRETED, require_device
 from engine.kernels.rms_norm import rms_norm
 """
 

@@ -40,7 +40,7 @@ def export_until_stdin_ends(block_bytes: int) -> None:
         f"bench-{uuid.uuid4().hex[:12]}",
         block_bytes=block_bytes,
         num_blocks=CACHE_BYTES // block_bytes,
-        num_slots=1,
+        num_words=1,
         num_peers=1,
     )
     exported.cache.tensor[:] = np.arange(block_bytes, dtype=np.uint8)

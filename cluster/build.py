@@ -149,7 +149,7 @@ def build_prefill(config: ClusterConfig, address: Address, send: Send, prefix: s
         _device(config, pool),
         num_blocks=blocks,
         block_bytes=served.layout(pool).block_bytes,
-        num_slots=blocks,
+        num_words=blocks,
         num_peers=config.decode.replicas,
     )
     resources.callback(export.close)

@@ -27,7 +27,7 @@ class Export:
         *,
         num_blocks: int,
         block_bytes: int,
-        num_slots: int,
+        num_words: int,
         num_peers: int,
     ) -> None:
         """`name` is the shared-memory file's. `device` is the GPU whose memory the cache is to take; None means host
@@ -35,7 +35,7 @@ class Export:
         """
         with ExitStack() as resources:
             segment = SharedSegment.create(
-                name, block_bytes=block_bytes, num_blocks=0 if device else num_blocks, num_slots=num_slots
+                name, block_bytes=block_bytes, num_blocks=0 if device else num_blocks, num_words=num_words
             )
             resources.callback(segment.close)
             if device is None:

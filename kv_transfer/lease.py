@@ -10,7 +10,7 @@ from protocol.arrays import UInt64
 from protocol.errors import CapacityError
 
 Words = UInt64
-"""uint64 [num_slots]. A word is 0 where no lease is live."""
+"""uint64 [num_words]. A word is 0 where no lease is live."""
 
 _fence = threading.Lock()
 
@@ -21,10 +21,10 @@ def barrier() -> None:
         pass
 
 
-def read_word(words: Words, slot: int) -> int:
+def read_word(words: Words, index: int) -> int:
     """This is the decode side's read: the word as it is now, after every byte that was read before."""
     barrier()
-    return int(words[slot])
+    return int(words[index])
 
 
 class LeaseTable:
@@ -33,9 +33,9 @@ class LeaseTable:
     """
 
     def __init__(self, words: Words, epoch: int) -> None:
-        self.num_slots = len(words)
+        self.num_words = len(words)
         self._words = words
-        self._free = list(range(self.num_slots - 1, -1, -1))
+        self._free = list(range(self.num_words - 1, -1, -1))
         self._epoch = epoch
         self._counter = 0
         words[:] = 0
@@ -43,8 +43,8 @@ class LeaseTable:
 
     @property
     def num_live(self) -> int:
-        """Slots that are allocated now."""
-        return self.num_slots - len(self._free)
+        """Words that are allocated now."""
+        return self.num_words - len(self._free)
 
     def next_lease_id(self) -> int:
         """Returns `epoch << 32 | counter`. The counter begins with 1, so no value comes twice in the life of a
@@ -56,23 +56,23 @@ class LeaseTable:
         return self._epoch << 32 | self._counter
 
     def allocate(self) -> int | None:
-        """Returns a slot whose word is 0; None when all are taken."""
+        """Returns the index of a word that is 0; None when all are taken."""
         return self._free.pop() if self._free else None
 
-    def free(self, slot: int) -> None:
-        """Gives a slot back that was cleared before. It may be allocated again at once: its next word differs from
+    def free(self, index: int) -> None:
+        """Gives a word back that was cleared before. It may be allocated again at once: its next word differs from
         every earlier one.
         """
-        if self._words[slot]:
-            raise ValueError(f"lease slot {slot} is freed while its word is {int(self._words[slot]):#x}")
-        self._free.append(slot)
+        if self._words[index]:
+            raise ValueError(f"lease word {index} is freed while its word is {int(self._words[index]):#x}")
+        self._free.append(index)
 
-    def write(self, slot: int, lease_id: int) -> None:
+    def write(self, index: int, lease_id: int) -> None:
         """Makes the lease visible. The blocks' bytes must have been written before."""
         barrier()
-        self._words[slot] = lease_id
+        self._words[index] = lease_id
 
-    def clear(self, slot: int) -> None:
+    def clear(self, index: int) -> None:
         """This is the fence: only after it may the lease's blocks be freed."""
-        self._words[slot] = 0
+        self._words[index] = 0
         barrier()

@@ -5,7 +5,7 @@ The cache of an engine on a GPU lies in the GPU's memory, and its file has lease
 channels in another file, in the cache's place.
 
     0        header: magic, version, sizes, offsets, nonce
-    4096     lease words, uint64 [num_slots]
+    4096     lease words, uint64 [num_words]
     cache    uint8 [num_blocks, block_bytes], from the next page on
 
 The creator holds a lock on the file for as long as it lives, so anyone can tell a live file from one that a dead
@@ -36,18 +36,18 @@ _PAGE = 4096
 _MAGIC = b"twopass\0"
 _VERSION = 1
 _HEADER = struct.Struct("<8sQQQQQ16s")
-"""Its fields are magic, version, block_bytes, num_blocks, num_slots, offset of the cache, nonce."""
+"""Its fields are magic, version, block_bytes, num_blocks, num_words, offset of the cache, nonce."""
 
 
 class SharedSegment:
     """`create` and `open` make one. Arrays stay valid for as long as someone refers to them, also after `close`."""
 
     def __init__(self, path: Path, memory: mmap.mmap, lock_fd: int | None) -> None:
-        _, _, block_bytes, num_blocks, num_slots, cache_offset, nonce = _HEADER.unpack_from(memory)
+        _, _, block_bytes, num_blocks, num_words, cache_offset, nonce = _HEADER.unpack_from(memory)
         self.path = path
         self.nonce: bytes = nonce
         self.cache_offset: int = cache_offset
-        self.words: Words = np.frombuffer(memory, np.uint64, num_slots, _PAGE)
+        self.words: Words = np.frombuffer(memory, np.uint64, num_words, _PAGE)
         self.cache: Blocks = np.frombuffer(memory, np.uint8, num_blocks * block_bytes, cache_offset).reshape(
             num_blocks, block_bytes
         )
@@ -55,14 +55,14 @@ class SharedSegment:
 
     @classmethod
     def create(
-        cls, name: str, *, block_bytes: int, num_blocks: int, num_slots: int, directory: Path = DIRECTORY
+        cls, name: str, *, block_bytes: int, num_blocks: int, num_words: int, directory: Path = DIRECTORY
     ) -> "SharedSegment":
         """Makes a zeroed segment `twopass-<name>` whose pages all exist: no later access can lack memory.
 
         Raises CapacityError when there is too little shared memory, or a live process owns that name.
         """
         path = directory / f"{PREFIX}{name}"
-        cache_offset = _round_up(_PAGE + 8 * num_slots)
+        cache_offset = _round_up(_PAGE + 8 * num_words)
         num_bytes = cache_offset + _round_up(num_blocks * block_bytes)
         fd = _create_locked(path)
         try:
@@ -79,7 +79,7 @@ class SharedSegment:
             _VERSION,
             block_bytes,
             num_blocks,
-            num_slots,
+            num_words,
             cache_offset,
             secrets.token_bytes(NONCE_BYTES),
         )

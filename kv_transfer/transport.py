@@ -5,7 +5,7 @@ export(exported, resources) -> Endpoint     the prefill side makes its blocks an
 import_into(cache, notify) -> Transport     the decode side: what it reaches all its peers with
 transport.connect(endpoint) -> Peer         opens one of them
 peer.pull(src_blocks, dst_blocks) -> Pending
-peer.read_word(slot) -> int                 read after the last byte of a pull has arrived
+peer.read_word(index) -> int                read after the last byte of a pull has arrived
 """
 
 from collections.abc import Callable, Sequence
@@ -49,7 +49,7 @@ class Peer(Protocol):
         """
         ...
 
-    def read_word(self, slot: int) -> int:
+    def read_word(self, index: int) -> int:
         """Returns the lease word as it is now. A full barrier comes before the read."""
         ...
 

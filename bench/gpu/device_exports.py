@@ -26,7 +26,7 @@ def export(kind: str, device: Device, name: str, num_blocks: int, block_bytes: i
     """A cache for one peer, a lease word for each of its blocks."""
     config = TransferConfig(transport=kind)
     return Export(
-        config, name, device, num_blocks=num_blocks, block_bytes=block_bytes, num_slots=num_blocks, num_peers=1
+        config, name, device, num_blocks=num_blocks, block_bytes=block_bytes, num_words=num_blocks, num_peers=1
     )
 
 

@@ -14,7 +14,7 @@ from kv_transfer.lease import LeaseTable
 from kv_transfer.transport import Endpoint
 
 LEASE_ID = 7
-"""Of the lease word in slot 0."""
+"""Of the first lease word."""
 START_S = 60.0
 
 fork = multiprocessing.get_context("fork")

@@ -112,7 +112,7 @@ class FakeDevice:
 
     def allocate(self, num_bytes: int) -> int:
         segment = SharedSegment.create(
-            f"{self._name}-{next(self._numbers)}", block_bytes=num_bytes, num_blocks=1, num_slots=1
+            f"{self._name}-{next(self._numbers)}", block_bytes=num_bytes, num_blocks=1, num_words=1
         )
         if self._memory is not None:
             try:

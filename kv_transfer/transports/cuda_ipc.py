@@ -81,8 +81,8 @@ class MappedPool:
         finally:
             self._stream.drain()  # terminal only when nothing writes any more, also after an error half way
 
-    def read_word(self, slot: int) -> int:
-        return read_word(self._segment.words, slot)
+    def read_word(self, index: int) -> int:
+        return read_word(self._segment.words, index)
 
     def _issue_pieces(self, pull: Pull) -> str:
         piece = max(1, PIECE_BYTES // self._cache.block_bytes)

@@ -57,7 +57,7 @@ def export(exported: ExportedCache, resources: ExitStack) -> Endpoint:
             block_bytes=channel_bytes(BUFFER_BYTES, NUM_BUFFERS),
             # Twice as many as peers: a restarted router makes each connect anew before it lets go of the old one.
             num_blocks=2 * exported.num_peers,
-            num_slots=0,
+            num_words=0,
         )
         opened.callback(channels.close)
         address = channels.cache.ctypes.data
@@ -96,8 +96,8 @@ class ClaimedChannel:
     def copy(self, pull: Pull) -> str:
         return self.client.copy(pull)
 
-    def read_word(self, slot: int) -> int:
-        return read_word(self._segment.words, slot)
+    def read_word(self, index: int) -> int:
+        return read_word(self._segment.words, index)
 
 
 def _open(cache: KVCache, offer: Offer, resources: ExitStack) -> ClaimedChannel:

@@ -118,8 +118,8 @@ class LocalPeer:
             pull.advance()
         return pull
 
-    def read_word(self, slot: int) -> int:
-        return int(self._exported.words[slot])
+    def read_word(self, index: int) -> int:
+        return int(self._exported.words[index])
 
     def close(self) -> None:
         self._network.peers.remove(self)

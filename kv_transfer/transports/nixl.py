@@ -204,12 +204,12 @@ class RemoteAgent:
                 return "cancelled"
         return ""
 
-    def read_word(self, slot: int) -> int:
+    def read_word(self, index: int) -> int:
         """Returns 0, as where no lease is live, when the word cannot be read. Waits for WORD_S at most, and never again
         for a peer that was lost.
         """
         here = np.array([[self._word.ctypes.data, 8, 0]], np.int64)
-        there = np.array([[self._offer["words"] + 8 * slot, 8, 0]], np.int64)
+        there = np.array([[self._offer["words"] + 8 * index, 8, 0]], np.int64)
         if not self._lost:
             try:
                 self._lost = not self.agent.read(here, HOST, there, HOST, self._name, _after(WORD_S))

@@ -24,7 +24,7 @@ class Source(Protocol):
         """
         ...
 
-    def read_word(self, slot: int) -> int:
+    def read_word(self, index: int) -> int:
         """Does what `Peer.read_word` promises."""
         ...
 
@@ -49,8 +49,8 @@ class PullPeer:
         self._thread.start(pull)
         return pull
 
-    def read_word(self, slot: int) -> int:
-        return self.source.read_word(slot)
+    def read_word(self, index: int) -> int:
+        return self.source.read_word(index)
 
     def close(self) -> None:
         self._resources.close()

@@ -72,8 +72,8 @@ class MappedSegment:
             copy_blocks(self._blocks, source, pull.dst_blocks[blocks], pull.src_blocks[blocks])
         return ""
 
-    def read_word(self, slot: int) -> int:
-        return read_word(self._segment.words, slot)
+    def read_word(self, index: int) -> int:
+        return read_word(self._segment.words, index)
 
 
 def _open(blocks: Blocks, offer: Offer, resources: ExitStack) -> MappedSegment:

@@ -29,7 +29,7 @@ def main(memory: str, transport: str, name: str, num_blocks: int, block_bytes: i
         device,
         num_blocks=num_blocks,
         block_bytes=block_bytes,
-        num_slots=8,
+        num_words=8,
         num_peers=NUM_PEERS,
     )
     leases = LeaseTable(export.words, epoch=1)
@@ -43,10 +43,10 @@ def main(memory: str, transport: str, name: str, num_blocks: int, block_bytes: i
 
 def obey(words: list[str], leases: LeaseTable, device: FakeDevice | None) -> None:
     match words:
-        case ["write", slot, lease_id]:
-            leases.write(int(slot), int(lease_id))
-        case ["clear", slot]:
-            leases.clear(int(slot))
+        case ["write", index, lease_id]:
+            leases.write(int(index), int(lease_id))
+        case ["clear", index]:
+            leases.clear(int(index))
         case _:
             assert device is not None
             obey_on_gpu(words, device)

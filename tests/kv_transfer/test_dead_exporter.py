@@ -47,7 +47,7 @@ class Node:
         """A prefill engine, dead when it is closed. Raises CapacityError where its GPU has no room for the cache."""
         device = FakeDevice(f"{self._name}-{address.epoch}", memory=self._memory, pid=address.epoch)
         config = TransferConfig(transport="cuda_ipc")
-        shape = {"num_blocks": NUM_BLOCKS, "block_bytes": BLOCK_BYTES, "num_slots": NUM_BLOCKS, "num_peers": 1}
+        shape = {"num_blocks": NUM_BLOCKS, "block_bytes": BLOCK_BYTES, "num_words": NUM_BLOCKS, "num_peers": 1}
         return Export(config, f"{self._name}-{address.epoch}-words", device, **shape)
 
     def close(self) -> None:

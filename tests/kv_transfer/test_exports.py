@@ -22,7 +22,7 @@ from protocol.errors import ConfigError
 from tests.kv_transfer.processes import Ends, Exporter, content, unused_name
 
 NUM_BLOCKS, BLOCK_BYTES = 16, 4096
-SHAPE: Any = {"num_blocks": NUM_BLOCKS, "block_bytes": BLOCK_BYTES, "num_slots": 4, "num_peers": 1}
+SHAPE: Any = {"num_blocks": NUM_BLOCKS, "block_bytes": BLOCK_BYTES, "num_words": 4, "num_peers": 1}
 
 
 HOST = KVCache.in_host_memory(np.zeros((2, 8), np.uint8))

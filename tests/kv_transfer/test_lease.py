@@ -1,4 +1,4 @@
-"""Lease words, slots and ids."""
+"""Lease words, their indices, and ids."""
 
 import numpy as np
 import pytest
@@ -16,22 +16,22 @@ def test_a_new_table_clears_what_an_earlier_life_left() -> None:
 def test_write_and_clear_are_seen_in_the_shared_words() -> None:
     words = np.zeros(2, np.uint64)
     table = LeaseTable(words, epoch=2**32 - 1)
-    slot, lease_id = table.allocate(), table.next_lease_id()
-    assert slot is not None
-    table.write(slot, lease_id)
-    assert int(words[slot]) == lease_id == (2**32 - 1) << 32 | 1
-    table.clear(slot)
+    index, lease_id = table.allocate(), table.next_lease_id()
+    assert index is not None
+    table.write(index, lease_id)
+    assert int(words[index]) == lease_id == (2**32 - 1) << 32 | 1
+    table.clear(index)
     assert not words.any()
 
 
-def test_slots_are_handed_out_once_and_come_back_after_clearing() -> None:
+def test_words_are_handed_out_once_and_come_back_after_clearing() -> None:
     table = LeaseTable(np.zeros(2, np.uint64), epoch=1)
-    slots = [table.allocate(), table.allocate()]
-    assert sorted(slot for slot in slots if slot is not None) == [0, 1]
+    indices = [table.allocate(), table.allocate()]
+    assert sorted(index for index in indices if index is not None) == [0, 1]
     assert table.allocate() is None
     assert table.num_live == 2
     table.write(1, table.next_lease_id())
-    with pytest.raises(ValueError, match="slot 1"):
+    with pytest.raises(ValueError, match="word 1"):
         table.free(1)
     table.clear(1)
     table.free(1)

@@ -20,7 +20,7 @@ def name() -> Iterator[str]:
 
 
 def create(name: str, num_blocks: int = 4) -> SharedSegment:
-    return SharedSegment.create(name, block_bytes=1000, num_blocks=num_blocks, num_slots=3)
+    return SharedSegment.create(name, block_bytes=1000, num_blocks=num_blocks, num_words=3)
 
 
 def test_a_new_segment_is_zero_aligned_and_complete(name: str) -> None:
@@ -46,7 +46,7 @@ def test_too_little_shared_memory_is_an_error_that_names_both_sides(name: str) -
 
 def test_a_machine_without_shared_memory_is_an_error() -> None:
     with pytest.raises(CapacityError, match="does not exist"):
-        SharedSegment.create("x", block_bytes=8, num_blocks=1, num_slots=1, directory=DIRECTORY / "nowhere")
+        SharedSegment.create("x", block_bytes=8, num_blocks=1, num_words=1, directory=DIRECTORY / "nowhere")
 
 
 def test_shared_memory_that_cannot_be_written_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,8 @@ class Source:
     def copy(self, pull: Pull) -> str:
         return ""
 
-    def read_word(self, slot: int) -> int:
-        return 10 + slot
+    def read_word(self, index: int) -> int:
+        return 10 + index
 
 
 class World:

@@ -93,7 +93,7 @@ def test_the_exporter_is_killed_while_in_use(exporter: Exporter, puller: Puller,
 
 @pytest.fixture
 def segment(name: str) -> Iterator[SharedSegment]:
-    segment = SharedSegment.create(name, block_bytes=BLOCK_BYTES, num_blocks=NUM_BLOCKS, num_slots=2)
+    segment = SharedSegment.create(name, block_bytes=BLOCK_BYTES, num_blocks=NUM_BLOCKS, num_words=2)
     segment.cache[:] = content(NUM_BLOCKS, BLOCK_BYTES)
     yield segment
     segment.close()
@@ -213,7 +213,7 @@ def test_readers_cannot_write(segment: SharedSegment) -> None:
 
 @pytest.mark.parametrize("block_bytes", [4, 12, 64])
 def test_odd_block_sizes(name: str, block_bytes: int) -> None:
-    segment = SharedSegment.create(name, block_bytes=block_bytes, num_blocks=5, num_slots=1)
+    segment = SharedSegment.create(name, block_bytes=block_bytes, num_blocks=5, num_words=1)
     segment.cache[:] = content(5, block_bytes)
     puller = Puller(5, block_bytes)
     assert puller.wait(puller.transport.connect(endpoint_of(segment)).pull([4, 0, 1], [1, 2, 3])) == ""

@@ -1,12 +1,12 @@
 """A decode engine's life of a request: D's table of the handoff protocol, row by row (states in kv_transfer/state.py).
 
- 1. `EngineRequest`, role decode: waits without blocks for an offer                    WAITING
-    (a handoff that comes first is kept, without blocks)                                 EARLY
- 2. offered, and its turn in the scheduler's queue: the whole destination is reserved    RESERVED
- 3. pulls what it lacks; after each pull reads the lease word, then the blocks count     RESERVED
- 4. final and all there: `KVRelease(consumed)`, joins the batch                          RUNNING
- 5. one row of `StepTokens` per step; the first repeats the prefill engine's token       RUNNING
- 6. ended while a pull still writes: the destination stays ours until that is terminal   DRAINING
+ 1. `EngineRequest`, role decode: waits without blocks for an offer                     WAITING
+    (a handoff that comes first is kept, without blocks)                                EARLY
+ 2. offered, and its turn in the scheduler's queue: the whole destination is reserved   RESERVED
+ 3. pulls what it lacks; after each pull reads the lease word, then the blocks count    RESERVED
+ 4. final and all there: `KVRelease(consumed)`, joins the batch                         RUNNING
+ 5. one row of `StepTokens` per step; the first repeats the prefill engine's token      RUNNING
+ 6. ended while a pull still writes: the destination stays ours until that is terminal  DRAINING
     Role colocated skips 2 to 4: the same scheduler computes the prompt here.
 
 Safety is one order, kept in `Pulls.ended`: bytes complete, barrier, then read the word. Only then may blocks enter the

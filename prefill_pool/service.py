@@ -1,10 +1,10 @@
 """A prefill engine's life of a request: P's table of the handoff protocol, row by row (states in kv_transfer/state.py).
 
- 1. `EngineRequest`: joins the scheduler's queue                                    WAITING
- 2. admitted: all prompt blocks are taken at once, chunks are computed                RUNNING
- 3. after each chunk: the lease word is written, the ready blocks are offered         RUNNING
- 4. last chunk: first token to the router, final offer to decode, lease timer starts  LEASED
- 5. `KVRelease(consumed)`: word cleared, blocks freed                                 gone
+ 1. `EngineRequest`: joins the scheduler's queue                                        WAITING
+ 2. admitted: all prompt blocks are taken at once, chunks are computed                  RUNNING
+ 3. after each chunk: the lease word is written, the ready blocks are offered           RUNNING
+ 4. last chunk: first token to the router, final offer to decode, lease timer starts    LEASED
+ 5. `KVRelease(consumed)`: word cleared, blocks freed                                   gone
  6. whatever else ends an offered request: `KVRevoke`, then decode's answer or a fence  REVOKING, gone
 
 Safety is one order, kept in `_free`: clear the word, pass a barrier, then free.

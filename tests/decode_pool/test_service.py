@@ -1,4 +1,7 @@
-"""D's table, row by row: a service alone, everybody else played by hand."""
+"""D's table, row by row: one service under test, and everybody else played by hand.
+
+The file is longer than 300 lines because it follows that one table.
+"""
 
 from collections.abc import Callable
 

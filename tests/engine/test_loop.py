@@ -1,5 +1,7 @@
 """The loop's shell: order, stepping, ticking while a step runs, failures, gaps, drain. Nothing here waits for time to
 pass.
+
+The file is longer than 300 lines because all of it rests on the scripted service and runner at its head.
 """
 
 import queue

@@ -1,5 +1,7 @@
 """Our kernels' runner, interpreted, against the torch runner: the same tokens however the work is cut, padded, sampled
 or handed over.
+
+The file is longer than 300 lines because every test runs the one interpreted engine that its head sets up.
 """
 
 import threading

@@ -21,7 +21,9 @@ class Attention:
     qk_norm: torch.Tensor | None
     """[2, head_dim] float32 norm weights of q's and of k's heads, if the model has them."""
     cos: torch.Tensor
-    """[max_position_embeddings, rotary_dim / 2] float32; `sin` likewise. A head's first rotary_dim elements turn."""
+    """[max_position_embeddings, rotary_dim / 2] float32; `sin` likewise. A head's first rotary_dim elements turn,
+    none where that is 0.
+    """
     sin: torch.Tensor
     window: int
     """Tokens that one may see, itself included; 0: the whole context."""

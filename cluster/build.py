@@ -46,7 +46,7 @@ def build_prefill(config: ClusterConfig, address: Address, send: Send, prefix: s
     """Builds a prefill engine. Its lease words, and on a CPU its cache too, lie in the shared-memory file that is named
     `prefix` + the engine's name. Raises StartupError.
     """
-    # This import brings numba. The supervisor imports this module too, but moves no bytes.
+    # This import loads numba, which the supervisor does not need. It imports this module too, but moves no bytes.
     from kv_transfer.exports import DeviceExport, HostExport
 
     served, pool = serve_model(config), config.prefill
@@ -116,7 +116,7 @@ def make_cache(config: ClusterConfig, pool: PoolConfig, blocks: int, layout: KVL
 
 def _transport(config: ClusterConfig, pool: PoolConfig, cache: Any, wake: Callable[[], None]) -> Transport:
     """A transport that pulls into `cache`, which `make_cache` made. Raises ConfigError."""
-    from kv_transfer.select import choose, choose_device  # brings numba, as above
+    from kv_transfer.select import choose, choose_device  # loads numba, as above
 
     if config.device_of(pool) == "cpu":
         return choose(config.transfer, cache, wake)

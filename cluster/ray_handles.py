@@ -80,8 +80,8 @@ class Actor:
 
 @dataclass(frozen=True, slots=True)
 class PrivateFolder:
-    """The folder where a private Ray keeps its sockets and logs. Its process locks it as long as it lives; if that has
-    died, a later process removes the folder.
+    """The folder where a private Ray keeps its sockets and logs. The supervisor holds a lock on it as long as it lives.
+    If it has died, a later supervisor removes the folder.
     """
 
     path: Path

@@ -20,7 +20,7 @@ class ReplicaProcess:
     actor: Actor | None = None
     state: Literal["starting", "up", "down"] = "down"
     pending: Any = None
-    """Ray's reference of the call that is not answered yet: `start` in state "starting", `failure` in state "up"."""
+    """Ray's reference of the call whose answer is awaited: `start` in state "starting", `failure` in state "up"."""
     asked_at: float = 0.0
     """Time at which `pending` was called."""
     since: float = 0.0

@@ -56,7 +56,7 @@ class Section:
     name: str
     rehearsal: bool
     status: str = "ok"
-    """ok, failed or not run"""
+    """One of "ok", "failed" and "not run"."""
     seconds: float = 0.0
     why: str = ""
     tables: list[Table] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What the demo prints, whatever stands in names, paths and answers."""
+"""The demo prints names, paths and answers as they are, whatever they contain."""
 
 import io
 
@@ -11,7 +11,7 @@ FOREIGN = "[/red] [bold]x :warning: /models/of/somebody"
 
 
 def terminal(width: int) -> tuple[Console, io.StringIO]:
-    """A plain console that believes in a terminal, and what it shows."""
+    """A plain console that takes its output for a terminal, and the text that it shows there."""
     console, shown = plain_console(), io.StringIO()
     console.file, console.width = shown, width
     console._force_terminal = True

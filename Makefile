@@ -1,17 +1,20 @@
 # make setup    virtual environment in .venv with server and development packages; instant the second time
 # make demo     one prefill engine, one decode engine, a router, eight prompts; ARGS="--json out.json" is passed on
-# make test     all tests, in two processes; ARGS="tests/cluster -k config" is passed on, ARGS="-n 0 -s" shows what they print
+# make test     all tests, in two processes; ARGS="tests/cluster -k config" is passed on, ARGS="-n 0 -s" shows prints
 # make check    formatting, lint, types, import borders
 # make format   rewrites the tree in the house format
 # make proto    regenerates the gRPC stubs from twopass/proto/twopass.proto
 # make docs     rewrites the tables of docs/handoff.md from the code; a test compares them
-# make bench    scheduler, transfer, router, serving, interference and preemption figures of this machine (about 10 minutes)
-# make soak     ten minutes of mixed load; exits 1 when blocks or memory do not come back; ARGS="--minutes 60" is passed on
+# make bench    figures of this machine in about 10 minutes: scheduler, transfer, router, serving, interference and
+#               preemption
+# make soak     ten minutes of mixed load; exits 1 when blocks or memory do not come back; ARGS="--minutes 60" is passed
+#               on
 #
-# Installed packages are compiled here, once: a deployment starts ten Python processes, some as users who may not write what they compile.
+# `make setup` compiles the installed packages to bytecode once. A deployment starts ten Python processes, and some of
+# them may run as a user who cannot write the bytecode.
 #
-# torch: from PyPI, Linux gets the CUDA build (about 3 GB). The CPU build is smaller and enough for everything here: put its wheel in a
-# folder that `pip config get global.find-links` names, or set UV_FIND_LINKS to one, before `make setup`.
+# PyPI gives Linux the CUDA build of torch (about 3 GB). The CPU build is smaller and enough for everything here: put
+# its wheel in a folder that `pip config get global.find-links` names, or set UV_FIND_LINKS to one, before `make setup`.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -26,7 +29,8 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --compile-bytecode $(addprefix --find-links ,$(FIND_LINKS)) --editable '.[server,dev]'
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --compile-bytecode \
+		$(addprefix --find-links ,$(FIND_LINKS)) --editable '.[server,dev]'
 	touch $@
 
 demo: setup

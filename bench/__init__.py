@@ -1,1 +1,1 @@
-"""Benchmarks: what tells how fast the system is."""
+"""Benchmarks that measure how fast the system is."""

@@ -1,9 +1,10 @@
-"""What long prompts do to running decodes: inter-token latency of 4 answers while 2,000-token prompts keep arriving.
+"""Measures how long prompts slow running decodes: the inter-token latency of 4 answers while prompts of 2,000 tokens
+keep arriving.
 
     python -m bench.interference [--json] [--model DIR]
 
-One prefill and one decode engine (one thread each) against a colocated engine (two threads) at three token budgets, the
-same load in one run. The comparison that counts is with the *best* of the three.
+It compares one prefill and one decode engine (one thread each) with a colocated engine (two threads) at three token
+budgets, under the same load and in one run. The comparison that counts is with the *best* of the three.
 """
 
 import argparse
@@ -32,22 +33,22 @@ BUDGETS = (128, 512, 2048)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One system under the load. `itl_*`: of the running decodes, milliseconds; `long_ttft_p50_s`: of the arriving
-    prompts.
+    """One system under the load. `itl_*` are inter-token latencies of the running decodes in milliseconds;
+    `long_ttft_p50_s` is the median time to first token of the arriving prompts.
     """
 
     system: str
     itl_p50_ms: float
     itl_p99_ms: float
     itl_max_ms: float
-    """The longest stall: a whole prompt in one step hides above the 99th percentile when prompts are few."""
+    """The longest stall. When prompts are few, one that is computed in a single step shows only above p99."""
     decode_tokens_per_s: float
     long_ttft_p50_s: float
     num_long_prompts: int
 
 
 async def _decode(client: AsyncClient, seed: int, until: float) -> list[float]:
-    """Gaps between the tokens of back-to-back answers, from the second token on."""
+    """Asks for one answer after the other until `until`; returns the times between their tokens, in seconds."""
     draw = np.random.default_rng(seed)
     gaps: list[float] = []
     while time.perf_counter() < until:
@@ -66,7 +67,7 @@ async def _decode(client: AsyncClient, seed: int, until: float) -> list[float]:
 
 
 async def _long(client: AsyncClient, seed: int) -> float:
-    """Seconds to the first token of one long prompt."""
+    """Asks for an answer to one long prompt and returns the seconds to its first token."""
     prompt = np.random.default_rng(seed).integers(100, 40000, LONG_PROMPT_TOKENS).tolist()
     started = time.perf_counter()
     answer = await client.generate_text(prompt_token_ids=prompt, max_tokens=4, ignore_eos=True)
@@ -86,7 +87,7 @@ async def _load(port: int) -> tuple[list[float], list[float]]:
 
 
 def row(name: str, model_dir: Path, prefill: int, threads: int, budget: int, note: Callable[[str], None]) -> Row:
-    """Starts one deployment, applies the load, measures."""
+    """Starts one deployment, applies the load and measures."""
     note(name)
     pool = {
         "max_model_len": 4096,
@@ -111,7 +112,7 @@ def row(name: str, model_dir: Path, prefill: int, threads: int, budget: int, not
 
 
 def run(model_dir: Path, note: Callable[[str], None]) -> dict[str, Any]:
-    """All rows, and the split's p99 against the best colocated one's."""
+    """Measures all rows, and the ratio of the best colocated p99 to that of the split deployment."""
     split = row("1P1D, 1 + 1 threads", model_dir, 1, 1, 512, note)
     colocated = [row(f"colocated, budget {budget}", model_dir, 0, 2, budget, note) for budget in BUDGETS]
     best = min(colocated, key=lambda r: r.itl_p99_ms)

@@ -1,10 +1,10 @@
-"""The preemption modes beside each other under KV pressure: `python -m bench.preemption_modes [--json] [--model DIR]`.
+"""Compares the preemption modes under KV pressure: `python -m bench.preemption_modes [--json] [--model DIR]`.
 
 Costs are measured on the real model and runner in this process: a decode step, a prompt token, a block copied to host
 memory. The load then runs in the simulator with these costs: the real router, services and schedulers of one prefill
-and one decode engine, a virtual clock, a wire of 1 ms, blocks pulled at the speed of a copy. The decode engine holds a
-part of what the load needs at its peak. Same load, same tokens in every mode. `auto` starts without measurements, as an
-engine does.
+and one decode engine, a virtual clock, messages that take 1 ms, and blocks that are pulled at the speed of a copy. The
+decode engine holds only a part of the KV that the load needs at its peak. Load and tokens are the same in every mode.
+`auto` starts without measurements, as it does in an engine.
 """
 
 import argparse
@@ -33,20 +33,21 @@ from simulator.simulation import Simulation
 
 BLOCK_SIZE = 16
 CONTEXT = 256
-"""Tokens of each sequence in the measured steps."""
+"""Tokens that each sequence has in the measured steps."""
 NUM_REQUESTS, MAX_NUM_SEQS = 48, 16
 PROMPT_TOKENS, ANSWER_TOKENS = (64, 192), (128, 320)
 NUM_BLOCKS = 16 * 15
-"""Of the decode engine: 16 sequences of 240 tokens, where the longest grow to 512. The prefill engine has twice as many
-at least.
+"""KV blocks of the decode engine. They hold 16 sequences of 240 tokens, but the longest grow to 512 tokens. The prefill
+engine has twice as many.
 """
 WIRE_S = 0.001
+"""Time that a message is under way."""
 FIRST_ARRIVAL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCosts:
-    """Seconds. A step takes `step_s`, and for each decode and each prompt token its share more."""
+    """Costs in seconds. A step takes `step_s`, plus `decode_s` per decode and `prompt_token_s` per prompt token."""
 
     step_s: float
     decode_s: float
@@ -57,7 +58,7 @@ class MeasuredCosts:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One mode under the load. Rates over the whole load, from the first arrival to the last token."""
+    """One mode under the load. Rates count the time from the first arrival to the last token."""
 
     mode: str
     num_host_blocks: int
@@ -65,11 +66,12 @@ class Row:
     itl_p50_ms: float
     itl_p99_ms: float
     preemptions: dict[str, int]
-    """By mode."""
+    """Number of preemptions by mode."""
     reasons: dict[str, int]
     recomputed_tokens: int
-    """Here; what the prefill engine computed again: `prefilled_again_tokens`."""
+    """Tokens that the decode engine computed again."""
     prefilled_again_tokens: int
+    """Tokens that the prefill engine computed again."""
     swapped_mbytes: float
 
 
@@ -77,7 +79,9 @@ class Row:
 
 
 def measure_costs(model_dir: Path, num_repeats: int = 6) -> MeasuredCosts:
-    """One thread, bf16. The fastest of the repeats, taken in turns: others may use the machine, too."""
+    """Measures with one thread in bfloat16. The kinds of steps take turns, and the fastest repeat of each counts,
+    because other programs may use the machine too.
+    """
     model = load_model(model_dir, "bfloat16")
     config, blocks_each = model.config, CONTEXT // BLOCK_SIZE + 1
     block_bytes = config.num_layers * 2 * config.num_kv_heads * BLOCK_SIZE * config.head_dim * model.dtype.itemsize
@@ -117,7 +121,7 @@ def _batch(num_sequences: int, computed: int, scheduled: int) -> Batch:
 def pressure(
     mode: Knob, costs: MeasuredCosts, *, num_host_blocks: int, num_requests: int = NUM_REQUESTS, seed: int = 1
 ) -> Scenario:
-    """One prefill and one decode engine, the latter too small for the load, in one mode."""
+    """One prefill engine, and one decode engine in the given mode that is too small for the load."""
 
     def step_seconds(batch: Batch) -> float:
         num_decodes = int(np.count_nonzero(batch.num_scheduled == 1))
@@ -171,7 +175,7 @@ def _clients(count: int, seed: int) -> list[Client]:
 
 
 def run_mode(mode: Knob, costs: MeasuredCosts, *, num_host_blocks: int, num_requests: int = NUM_REQUESTS) -> Row:
-    """Raises RuntimeError if any answer is not the right one."""
+    """Runs the load in one mode. Raises RuntimeError if any answer is wrong."""
     simulation = Simulation(
         pressure(mode, costs, num_host_blocks=num_host_blocks, num_requests=num_requests), checked=False
     )
@@ -198,7 +202,7 @@ def run_mode(mode: Knob, costs: MeasuredCosts, *, num_host_blocks: int, num_requ
 
 
 def run(model_dir: Path, note: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
-    """All figures. Ratios: each mode's over recompute's."""
+    """Measures all figures, and the ratio of each mode's figures to those of recompute."""
     started = time.perf_counter()
     costs = measure_costs(model_dir)
     note(f"measured in {time.perf_counter() - started:.1f} s: {costs}")

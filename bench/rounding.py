@@ -1,11 +1,11 @@
-"""How far bfloat16 may move logits: the float32 model with noise wherever the bfloat16 one rounds, as large as the
-rounding.
+"""Estimates how far bfloat16 may move logits: it runs the float32 model with noise wherever the bfloat16 model rounds.
 
-Rounding to the nearest moves a value by up to half the spacing of bfloat16 there, 2**-9 to 2**-8 of it, and over many
-values is as good as uniform noise. A runner rounds, per layer: both norms, q k v, k again when it is rotated, what was
-attended, o, gate and up, their product, down; then the last norm. The residual stream, all sums and the logits are
-float32. So an error of the logits is one draw of what the noise does to them, on every CPU and GPU and in whatever
-order sums are taken; a draw that is far out has another cause.
+Rounding to the nearest moves a value by up to half the spacing of bfloat16 at that value, which is 2**-9 to 2**-8 of
+the value. Over many values it acts like uniform noise of that size. A runner rounds in each layer: the results of both
+norms, q, k and v, k again when it is rotated, the attention's output, o, gate and up, their product, and down. After
+the layers it rounds the last norm. The residual stream, all sums and the logits are float32. The logits' error is then
+one draw from what the noise does to them, on every CPU and GPU and for any order of sums. An error that lies far
+outside has another cause.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,33 +23,33 @@ from engine.runners.torch_cpu import TorchCPURunner
 BLOCK_SIZE = 16
 NUM_DRAWS = 3
 NUM_RIVALS = 10
-"""Likeliest tokens after the first whose gaps to it are looked at."""
+"""The gap of the likeliest token to this many of the next likeliest is looked at."""
 DEVIATIONS = 5.0
-"""A gap may move by so many of its standard deviations: once in some two million times by more."""
+"""A gap may move by this many of its standard deviations. It moves by more about once in two million times."""
 
 
 class Expected(NamedTuple):
-    """Of P positions."""
+    """What the noise does to the logits of P positions."""
 
     logits: torch.Tensor
-    """[P, vocab_size] of the float32 model."""
+    """[P, vocab_size]: logits of the float32 model."""
     rms: float
-    """Of what rounding does to one logit, less what it does to all of a position alike."""
+    """Root mean square of the logits' errors, without the part that is common to all logits of a position."""
     gap_deviations: torch.Tensor
-    """[P] of what it does to the gap between the likeliest token and one of its rivals."""
+    """[P]: standard deviation of the gap between the likeliest token and one of its rivals."""
 
     def excused_margins(self) -> torch.Tensor:
-        """[P] bfloat16 may choose another token than float32 where that leads by less."""
+        """[P]: bfloat16 may choose another token than float32 if float32's token leads by less than this."""
         return DEVIATIONS * self.gap_deviations
 
     def relative_rms(self, logits: torch.Tensor) -> float:
-        """Of the errors of bfloat16's `logits` [P, vocab_size], over what is expected: near 1."""
+        """Root mean square error of bfloat16's `logits` [P, vocab_size] divided by the expected one; near 1."""
         return _centred(logits - self.logits).square().mean().sqrt().item() / self.rms
 
 
 def expected_errors(model: Decoder, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> Expected:
-    """At every token of the answers, which are teacher-forced and equally long. `model`: float32, of weights that
-    bfloat16 can hold.
+    """Errors to expect before every token of the answers, which are teacher-forced and equally long. `model` is
+    float32, with weights that bfloat16 can represent.
     """
     logits = teacher_forced(model, prompts, answers)
     errors = torch.stack(
@@ -62,8 +62,8 @@ def expected_errors(model: Decoder, prompts: Sequence[list[int]], answers: Seque
 
 
 def teacher_forced(model: Decoder, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> torch.Tensor:
-    """Logits before every token of the answers, [P, vocab_size], all computed in one step: the answers pass for
-    drafts.
+    """Logits before every token of the answers, [P, vocab_size]. One step computes all of them, with the answers passed
+    as drafts.
     """
     known = [prompt + answer[:-1] for prompt, answer in zip(prompts, answers, strict=True)]
     lengths = np.array([len(ids) for ids in known], np.int32)
@@ -115,7 +115,7 @@ def _with_noise(model: Decoder, seed: int) -> Decoder:
 
 
 def with_linears(model: Decoder, change: Callable[[Linear], Linear], change_qkv: Callable[[Linear], Linear]) -> Decoder:
-    """The model with its layers' linears changed."""
+    """The model with `change_qkv` applied to the qkv projection of each layer, and `change` to its other linears."""
     return replace(
         model,
         layers=tuple(
@@ -132,5 +132,5 @@ def with_linears(model: Decoder, change: Callable[[Linear], Linear], change_qkv:
 
 
 def _centred(errors: torch.Tensor) -> torch.Tensor:
-    """Less each position's mean: what moves all logits alike changes no choice and no probability."""
+    """Errors minus their mean at each position: an error common to all logits changes no choice and no probability."""
     return errors - errors.mean(-1, keepdim=True)

@@ -1,10 +1,11 @@
-"""What the router adds to a token: from an engine's `StepTokens` arriving to the client having it, 64 streams at once.
+"""Measures what the router adds to a token's latency, from the arrival of an engine's `StepTokens` to the client, with
+64 streams at once.
 
     python -m bench.router_overhead [--json]
 
-The real core, front door and gRPC server run in this process, a client in another; one engine is played by a timer that
-hands in one `StepTokens` with a token for every stream. Beside it the same messages over grpc.aio alone: what a server
-with no router behind it would take, client included. Both processes read the same monotonic clock of this machine.
+The real core, front door and gRPC server run in this process, and a client in another one. A timer plays one engine: it
+hands in one `StepTokens` after the other, each with a token for every stream. For comparison the same messages go over
+grpc.aio alone, as from a server without a router. Both processes read the same monotonic clock of this machine.
 """
 
 import argparse
@@ -51,8 +52,8 @@ asyncio.run(main())
 
 
 class Figures(NamedTuple):
-    """Milliseconds from a step's tokens being at hand to the client having each, and CPU microseconds of this process
-    per token.
+    """Milliseconds from the moment a step's tokens are handed in until the client has each of them, and microseconds of
+    this process's CPU time per token.
     """
 
     p50_ms: float
@@ -61,7 +62,7 @@ class Figures(NamedTuple):
 
 
 async def measure_router() -> Figures:
-    """The whole router."""
+    """Measures the whole router."""
     dispatched: dict[int, int] = {}
 
     def send(address: Address, message: Message) -> None:
@@ -108,7 +109,7 @@ async def measure_router() -> Figures:
 
 
 async def measure_bare() -> Figures:
-    """Under it: grpc.aio writing the same messages, each stream waiting for its turn."""
+    """Measures grpc.aio alone: it writes the same messages, and each stream waits for its turn."""
     turns: list[asyncio.Event] = []
 
     async def generate(request: bytes, context: Any) -> None:
@@ -165,8 +166,8 @@ def _ends(request_numbers: Int64, step: int) -> tuple[End, ...]:
 
 
 async def measure() -> dict[str, Any]:
-    """Both, in turns, so that a change of the machine's mood meets both. Medians of `NUM_ROUNDS`; `added`: what the
-    router adds.
+    """Measures both in turns, so that a change of the machine's speed affects both, and takes medians of `NUM_ROUNDS`.
+    `added` is the difference, which the router adds.
     """
     rounds = [(await measure_router(), await measure_bare()) for _ in range(NUM_ROUNDS)]
     router, bare = (Figures(*np.median(np.array(figures), axis=0).tolist()) for figures in zip(*rounds, strict=True))

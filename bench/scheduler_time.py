@@ -1,9 +1,11 @@
-"""CPU time of one schedule + commit: `python -m bench.scheduler_time --json`. Medians in microseconds of this thread's
-CPU time.
+"""Measures the CPU time of one schedule and commit: `python -m bench.scheduler_time --json`.
 
-decode: every running sequence takes one token. mixed: 256 seats kept full, prompts of 64 to 1,024 tokens arriving as
-answers of 64 to 192 tokens end. preemption: the same in a pool that is too small. Prefix cache on, blocks of 16 tokens;
-each step writes its block tables and builds the arrays of its `StepTokens`.
+Figures are medians in microseconds of this thread's CPU time. The prefix cache is on and blocks have 16 tokens. Each
+step writes its block tables and builds the arrays of its `StepTokens`. The loads are:
+
+decode      every running sequence takes one token
+mixed       256 seats are kept full: a prompt of 64 to 1,024 tokens arrives when an answer of 64 to 192 tokens ends
+preemption  the same as mixed, with too few KV blocks
 """
 
 import argparse
@@ -27,7 +29,7 @@ EOS = 2
 
 
 class Load:
-    """Requests with random prompts and an answer length each; counts what it has made."""
+    """Makes requests with random prompts and random lengths of their answers."""
 
     def __init__(self, seed: int, prompt: tuple[int, int], answer: tuple[int, int]) -> None:
         self._random = np.random.default_rng(seed)
@@ -47,13 +49,15 @@ class Load:
         )
 
     def output(self, batch: Batch) -> StepOutput:
-        """Random tokens, never EOS."""
+        """The output of a step: random tokens, none of which is EOS."""
         token_ids = self._random.integers(3, 32000, (len(batch.rows), 1), dtype=np.int32)
         return StepOutput(token_ids=token_ids, counts=batch.sample.astype(np.int32))
 
 
 def measure(scheduler: Scheduler, load: Load, num_steps: int, after_step: Callable[[int], None]) -> dict[str, float]:
-    """Medians over `num_steps`. `after_step(number of sequences that ended)` runs untimed."""
+    """Medians over `num_steps` steps. `after_step(number of sequences that ended)` is not timed. Raises RuntimeError
+    when there is nothing to schedule.
+    """
     schedule_ns, commit_ns, preempted, tokens = [], [], 0, []
     for _ in range(num_steps):
         start = time.thread_time_ns()
@@ -82,7 +86,7 @@ def measure(scheduler: Scheduler, load: Load, num_steps: int, after_step: Callab
 
 
 def decode(running: int, num_steps: int) -> dict[str, float]:
-    """All sequences decode, at random places in their blocks; none ends."""
+    """Measures the load decode. The sequences stand at random places in their blocks, and none ends."""
     load = Load(running, (64, 256), (3000, 3000))
     num_blocks = running * (256 + num_steps + 2 * BLOCK_SIZE) // BLOCK_SIZE + 1
     config = EngineConfig(
@@ -108,7 +112,7 @@ def _step_decodes_all(scheduler: Scheduler, load: Load) -> bool:
 
 
 def mixed(num_blocks: int, num_steps: int) -> dict[str, float]:
-    """256 seats, budget 2,048, a newcomer for everyone who ends."""
+    """Measures 256 seats with a budget of 2,048 tokens, where a new request arrives for each one that ends."""
     load = Load(7, (64, 1024), (64, 192))
     config = EngineConfig(
         max_num_batched_tokens=2048, max_num_seqs=256, max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE
@@ -125,7 +129,7 @@ def mixed(num_blocks: int, num_steps: int) -> dict[str, float]:
 
 
 def run(num_steps: int = 400, sizes: tuple[int, ...] = (64, 256, 1024, 4096)) -> dict[str, Any]:
-    """All figures. `decode` has one entry per number of running sequences."""
+    """Measures all loads. `decode` has one entry per number of running sequences."""
     return {
         "decode": [decode(running, num_steps) for running in sizes],
         "mixed": mixed(20_000, num_steps),
@@ -134,7 +138,7 @@ def run(num_steps: int = 400, sizes: tuple[int, ...] = (64, 256, 1024, 4096)) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--steps", type=int, default=400, help="steps per figure")
     arguments = parser.parse_args()

@@ -1,11 +1,11 @@
-"""Serving a real model: throughput and latency of the same load on one machine, split and colocated, beside
-transformers' `generate`.
+"""Measures throughput and latency of serving a real model on this machine: split, colocated, and with transformers'
+`generate`, under the same load.
 
     python -m bench.serving [--json] [--model DIR]
 
-Every row is measured in this run: output tok/s over the whole load, TTFT and inter-token percentiles as a client sees
-them. Handoff time: what lies between prefill's last commit and decode's first step, messages included; `bytes` is the
-part that pulls took.
+Every row is measured in this run. Output tok/s counts the whole load. Percentiles of TTFT and of inter-token latency
+are those that a client sees. Handoff time lies between prefill's last commit and decode's first step, messages
+included; `bytes` is the share of it that pulls took.
 """
 
 import argparse
@@ -79,7 +79,7 @@ print(sorted(times)[len(times) // 2])
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One system under one load. Times in milliseconds."""
+    """One system under one load. Times are in milliseconds."""
 
     system: str
     num_requests: int
@@ -91,19 +91,19 @@ class Row:
     handoff_p50_ms: float | None = None
     bytes_share: float | None = None
     scheduler_share: float | None = None
-    """Scheduler seconds over step seconds, all engines of the deployment."""
+    """Seconds in the scheduler divided by seconds of steps, over all engines of the deployment."""
 
 
 def transformers_row(model_dir: Path, batch: int) -> Row:
-    """Static batch, greedy, bf16, 2 threads, in a process of its own."""
+    """Measures transformers in a process of its own: a static batch, greedy, bfloat16, 2 threads."""
     command = [sys.executable, "-c", TRANSFORMERS, str(model_dir), str(batch), str(PROMPT_TOKENS), str(OUTPUT_TOKENS)]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return Row(PEER, batch, float(output.split()[-1]))
 
 
 def linears_row(model_dir: Path, batch: int) -> Row:
-    """The floor: the decode steps' matrix products alone, bf16, 2 threads, without attention, norms, sampling or
-    prompts.
+    """Measures the floor: only the matrix products of decode steps, in bfloat16 with 2 threads, without attention,
+    norms, sampling and prompts.
     """
     command = [sys.executable, "-c", LINEARS, str(model_dir), str(batch)]
     step_s = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
@@ -111,7 +111,7 @@ def linears_row(model_dir: Path, batch: int) -> Row:
 
 
 async def _one(client: AsyncClient, prompt: list[int], num_tokens: int) -> tuple[list[float], Timing]:
-    """Arrival times of the tokens, from the sending, and the server's account of it."""
+    """Arrival times of one answer's tokens in seconds since the request was sent, and the timing the server reports."""
     started = time.perf_counter()
     times: list[float] = []
     timing: Timing | None = None
@@ -132,8 +132,8 @@ async def _load(port: int, batch: int, seed: int) -> tuple[float, list[tuple[lis
 
 
 def _counted(deployment: Deployment) -> dict[str, float]:
-    """Counters of all engines, summed; `requests` of decode engines alone."""
-    time.sleep(1.1)  # until every engine has reported once more
+    """Counters summed over all engines; `requests` is summed over decode engines only."""
+    time.sleep(1.1)  # every engine reports once more in this time
     total: dict[str, float] = {}
     for load in deployment.loads():
         if load.status is not None:
@@ -146,7 +146,7 @@ def _counted(deployment: Deployment) -> dict[str, float]:
 def serving_rows(
     name: str, model_dir: Path, prefill: int, decode: int, threads: int, note: Callable[[str], None]
 ) -> tuple[list[Row], float]:
-    """Rows of one deployment, and the CPU share of a core that its engines take when idle."""
+    """Rows of one deployment, and the share of a core that each of its engines takes when idle."""
     pool = {
         "max_model_len": 1024,
         "max_num_batched_tokens": 512,
@@ -164,7 +164,7 @@ def serving_rows(
     )
     rows = []
     with Deployment(config, note) as deployment:
-        asyncio.run(_load(deployment.port, 8, seed=1))  # first touch of memory and caches
+        asyncio.run(_load(deployment.port, 8, seed=1))  # warms up memory and caches
         for batch in BATCHES:
             before = _counted(deployment)
             seconds, answers = asyncio.run(_load(deployment.port, batch, seed=2 + batch))
@@ -205,7 +205,7 @@ def _cpu_s(pid: int) -> float:
 
 
 def run(model_dir: Path, note: Callable[[str], None]) -> dict[str, Any]:
-    """All rows, and ratios to transformers at the same number of requests."""
+    """Measures all rows, and their ratios to transformers at the same number of requests."""
     rows = []
     for batch in BATCHES:
         note(f"transformers, {batch} requests")
@@ -225,7 +225,7 @@ def run(model_dir: Path, note: Callable[[str], None]) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """One line per row; a dash where a figure does not apply."""
+    """The result as text: one line per row, with a dash where a figure does not apply."""
     heads = ("system", "reqs", "tok/s", "ratio", "TTFT p50/p99 ms", "ITL p50/p99 ms", "handoff ms", "bytes", "sched")
     widths = (24, 5, 7, 6, 17, 16, 11, 6, 6)
 

@@ -1,14 +1,14 @@
-"""The same load for a long time against one prefill and one decode engine: afterwards every block and nearly all memory
-must be back.
+"""Puts one prefill and one decode engine under load for a long time. Afterwards every block and nearly all memory must
+be free again.
 
     python -m bench.soak [--minutes 10] [--seed 1] [--json]
 
-1. Warm-up: a part of the load, so that caches, heaps and threads have the size they keep.
-2. Idle: the baseline, free blocks of every engine and memory of every process.
-3. Load: prompts that share beginnings, of mixed lengths, a third of them cancelled at any moment; every token is
-   checked.
-4. Idle again: free blocks must be equal, memory may have grown by `MAX_GROWTH_BYTES`, nothing may have died. Else the
-   exit code is 1.
+1. Warm-up: a part of the load runs, so that caches, heaps and threads reach the size that they keep.
+2. Idle: free blocks of every engine and memory of every process are noted.
+3. Load: prompts of mixed lengths share beginnings. A third of the requests is cancelled at a random moment. Every token
+   is checked.
+4. Idle again: free blocks must be equal, memory may have grown by `MAX_GROWTH_BYTES`, and no process may have died.
+   Otherwise the exit code is 1.
 """
 
 import argparse
@@ -34,20 +34,20 @@ from twopass.client import AsyncClient
 NUM_CLIENTS = 24
 MAX_WARM_UP_S = 60.0
 MAX_GROWTH_BYTES = 32 * 1024**2
-"""Per process, between two idle moments: what allocators keep, timers that have not run out, histories of bounded
-length.
+"""What one process may grow by between two idle moments: memory that allocators keep, timers that have not expired and
+histories of bounded length.
 """
 IDLE_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Of a deployment in which nothing runs."""
+    """Free blocks and memory of a deployment in which nothing runs."""
 
     free_blocks: dict[str, int]
-    """By engine."""
+    """Number of free blocks by engine."""
     memory_bytes: dict[str, int]
-    """By process: resident and its own. Shared memory and mapped files do not count."""
+    """Resident anonymous memory by process. Shared memory and mapped files do not count."""
     pids: dict[str, int]
 
 
@@ -57,10 +57,10 @@ class Report:
     start: Capacity
     end: Capacity
     answers: dict[str, int]
-    """How requests ended: complete, cancelled."""
+    """Number of requests by their end: complete or cancelled."""
 
     def problems(self) -> list[str]:
-        """What has not come back."""
+        """What has not come back, one sentence each."""
         found = []
         for name, pid in self.start.pids.items():
             if self.end.pids.get(name) != pid:
@@ -78,7 +78,9 @@ class Report:
 
 
 def config(**pool: Any) -> dict[str, Any]:
-    """A tree for one prefill and one decode engine of the arithmetic runner on free ports; `pool`: knobs of both."""
+    """The configuration of one prefill and one decode engine with the arithmetic runner on free ports. `pool` holds
+    knobs of both engines.
+    """
     pools = {
         name: {"max_model_len": 2048, "max_num_batched_tokens": 256, "max_num_seqs": 32, "num_blocks": 2048} | pool
         for name in ("prefill", "decode")
@@ -88,7 +90,7 @@ def config(**pool: Any) -> dict[str, Any]:
 
 @contextmanager
 def watched(deployment: Deployment) -> Iterator[None]:
-    """A thread looks after the deployment, as `twopass serve` does."""
+    """Runs a thread that watches the deployment, as `twopass serve` does."""
     ending = threading.Event()
 
     def watch() -> None:
@@ -105,20 +107,22 @@ def watched(deployment: Deployment) -> Iterator[None]:
 
 
 class Load:
-    """Requests with answers that are known. Counts how they ended; raises AssertionError for a wrong token, or what the
-    client raises.
+    """Sends requests whose answers are known, and counts how they end.
+
+    Its methods raise AssertionError for a wrong token, and whatever the client raises.
     """
 
     def __init__(
         self, client: AsyncClient, seed: int, *, cancelled: float = 1 / 3, longest_wait_s: float = 1.0
     ) -> None:
-        """`cancelled`: share that is given up after at most `longest_wait_s`, if not complete by then."""
+        """`cancelled` is the share of requests that are cancelled after at most `longest_wait_s` if still open then."""
         self._client, self._random = client, random.Random(seed)
         self._cancelled, self._longest_wait_s = cancelled, longest_wait_s
         self._beginnings = [[self._random.randrange(32_000) for _ in range(300)] for _ in range(8)]
         self.ends: Counter[str] = Counter()
 
     async def one(self) -> None:
+        """Sends one request and checks its answer."""
         draw = self._random
         prompt = draw.choice(self._beginnings)[: draw.choice((0, 16, 100, 300))] + [
             draw.randrange(32_000) for _ in range(draw.choice((1, 15, 200)))
@@ -139,7 +143,7 @@ class Load:
         assert got == expected_tokens(prompt, len(got)), f"a wrong answer to {prompt[:4]}..."
 
     async def until(self, at: float) -> None:
-        """`NUM_CLIENTS` at once, each with one request after the other, until `time.monotonic()` is `at`."""
+        """Runs `NUM_CLIENTS` clients, each with one request after the other, until `time.monotonic()` is `at`."""
 
         async def client() -> None:
             while time.monotonic() < at:
@@ -151,7 +155,7 @@ class Load:
 
 
 def idle_capacity(deployment: Deployment) -> Capacity:
-    """Waits until every engine has sent two statuses that say it holds nothing. Raises TimeoutError."""
+    """Waits until every engine has said in two statuses that it holds nothing. Raises TimeoutError."""
     until, first = time.monotonic() + IDLE_TIMEOUT_S, dict[str, int]()
     while True:
         loads = deployment.loads()
@@ -182,7 +186,7 @@ def _memory_bytes(pid: int) -> int:
 
 
 def soak(minutes: float, seed: int) -> Report:
-    """Starts a deployment, loads it, and ends it."""
+    """Starts a deployment, puts it under load, and stops it."""
 
     async def load(seconds: float, seed: int) -> Counter[str]:
         async with AsyncClient(f"127.0.0.1:{deployment.port}", timeout_s=60.0) as client:

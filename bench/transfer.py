@@ -1,8 +1,10 @@
-"""How fast blocks move between two processes through shared memory: `python -m bench.transfer [--json] [--busy]`.
+"""Measures how fast blocks move between two processes through shared memory.
 
-Another process exports a cache; this one pulls scattered blocks out of it with one thread. `memcpy`: one large numpy
-copy between the same two buffers in this process, taken alternately with the pulls. Medians; GB = 1e9 bytes, each byte
-counted once.
+    python -m bench.transfer [--json] [--busy]
+
+Another process exports a cache, and this one pulls scattered blocks out of it with one thread. `memcpy` is one large
+numpy copy between the same two buffers in this process, which alternates with the pulls. Figures are medians. A GB is
+1e9 bytes, and each byte counts once.
 """
 
 import argparse
@@ -34,7 +36,7 @@ NUM_REPEATS = 9
 
 
 def export_until_stdin_ends(block_bytes: int) -> None:
-    """The other process."""
+    """Runs in the other process: exports a cache until standard input ends."""
     exported = Export(
         TransferConfig(transport=shared_memory.KIND),
         f"bench-{uuid.uuid4().hex[:12]}",
@@ -51,7 +53,7 @@ def export_until_stdin_ends(block_bytes: int) -> None:
 
 @contextmanager
 def exporter(block_bytes: int) -> Iterator[bytes]:
-    """Endpoint of a fresh exporting process."""
+    """Starts an exporting process and yields its endpoint."""
     command = [sys.executable, "-m", "bench.transfer", "--export", str(block_bytes)]
     with subprocess.Popen(
         command, cwd=Path(__file__).parents[1], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -62,7 +64,7 @@ def exporter(block_bytes: int) -> Iterator[bytes]:
 
 @contextmanager
 def busy_interpreter(busy: bool) -> Iterator[None]:
-    """A thread that never lets go of the interpreter lock by itself, as an engine full of Python would."""
+    """Runs a thread that never releases the interpreter lock by itself, as an engine that is busy in Python."""
     ended = threading.Event()
 
     def spin() -> None:
@@ -79,7 +81,7 @@ def busy_interpreter(busy: bool) -> Iterator[None]:
 
 
 def pull_seconds(peer: Peer, ended: "queue.SimpleQueue[float]", src_blocks: list[int], dst_blocks: list[int]) -> float:
-    """From the call until the last byte has arrived."""
+    """Seconds from the call until the last byte has arrived."""
     started = time.perf_counter()
     pull = peer.pull(src_blocks, dst_blocks)
     seconds = ended.get() - started
@@ -89,7 +91,7 @@ def pull_seconds(peer: Peer, ended: "queue.SimpleQueue[float]", src_blocks: list
 
 
 def measure(block_bytes: int, busy: bool) -> dict[str, float]:
-    """One row of the report."""
+    """Measures one row of the report."""
     num_blocks = CACHE_BYTES // block_bytes
     rng = np.random.default_rng(0)
     source, destination = rng.permutation(num_blocks).tolist(), rng.permutation(num_blocks).tolist()

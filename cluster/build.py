@@ -1,17 +1,15 @@
-"""One engine from the configuration: cache, runner, scheduler, service, loop. No Ray here: an actor, a plain process or
-a test calls it.
+"""Builds one engine from the configuration: cache, runner, scheduler, service and loop. It needs no Ray: an actor, a
+plain process or a test calls it.
 
-    served = serve_model(config)                            what the model looks like; loads nothing
     build_prefill(config, address, send, prefix, resources)  -> EngineLoop, not yet started
     build_decode(config, address, send, prefix, resources)   -> EngineLoop, not yet started
 
-`resources` holds what is to be given back when the loop has stopped: shared memory, mappings, threads.
+`resources` receives what must be given back once the loop has stopped: shared memory, mappings and threads.
 """
 
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,13 +17,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cluster import limits
 from cluster.config import ClusterConfig, PoolConfig
+from cluster.served_model import ServedModel, is_profiled, longest_sequence, num_blocks, num_host_blocks, serve_model
 from decode_pool.service import DecodeService
 from engine.loop import EngineLoop
-from engine.models.checkpoint import check_model_dir
-from engine.models.config import kv_layout_fields
-from engine.models.config_file import eos_token_ids
 from engine.parts import EngineParts, assemble
 from engine.runner import Runner
 from engine.runners import arithmetic_model
@@ -38,111 +33,25 @@ from kv_transfer.lease import LeaseTable
 from kv_transfer.segment import PREFIX, remove_stale
 from kv_transfer.select import choose
 from prefill_pool.service import PrefillService
-from protocol.errors import ConfigError
 from protocol.messages import Address, Envelope, PoolName
 from protocol.router_link import LinkConfig
 
 Send = Callable[[Envelope], None]
 MakeRunner = Callable[[Any, int], Runner]
-"""(cache, host blocks): the cache uint8 [num_blocks, block_bytes], numpy's on the host, torch's on a GPU; used in
-place.
+"""Makes a runner from (cache, host blocks). The runner uses the cache in place: uint8 [num_blocks, block_bytes], a
+numpy array on the host and a torch tensor on a GPU.
 """
-
-DEFAULT_KV_CACHE_BYTES = {"torch": 1024**3, "arithmetic": 4 * 1024**2}
-"""Per engine, by runner, where a pool names neither `num_blocks` nor `kv_cache_bytes`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServedModel:
-    """What the deployment needs to know of its model before any weight is read."""
-
-    layout_fields: dict[str, Any]
-    """Of `KVLayout`, but for the block size."""
-    eos_token_ids: tuple[int, ...]
-    max_model_len: int
-    vocab_size: int
-
-    def layout(self, pool: PoolConfig) -> KVLayout:
-        return KVLayout(**self.layout_fields, block_size=pool.engine.block_size)
-
-
-def serve_model(config: ClusterConfig) -> ServedModel:
-    """Reads configuration and headers of the model. Raises ModelError, or ConfigError for knobs that it cannot
-    satisfy.
-    """
-    if config.model is None or config.runner == "arithmetic":
-        fields: dict[str, Any] = arithmetic_model.kv_layout_fields(1)
-        served = ServedModel(
-            layout_fields=fields, eos_token_ids=(), max_model_len=2**20, vocab_size=arithmetic_model.VOCAB_SIZE
-        )
-    else:
-        path = Path(config.model)
-        model = check_model_dir(path, longest_sequence(config))
-        served = ServedModel(
-            layout_fields={**kv_layout_fields(model, config.dtype, 1)},
-            eos_token_ids=eos_token_ids(path),
-            max_model_len=model.max_position_embeddings,
-            vocab_size=model.vocab_size,
-        )
-    del served.layout_fields["block_size"]
-    check_max_model_len(config, served.max_model_len)
-    for name, pool in config.pools.items():
-        if pool.replicas and not is_profiled(pool) and num_blocks(config, pool, served) < 2:
-            raise ConfigError(
-                f"{name}.kv_cache_bytes: too few for two blocks of {served.layout(pool).block_bytes} bytes"
-            )
-    return served
-
-
-def longest_sequence(config: ClusterConfig) -> int:
-    """`max_model_len` of the deployment: both pools must rotate alike, so the larger one of theirs."""
-    return max(pool.engine.max_model_len for pool in config.pools.values() if pool.replicas)
-
-
-def check_max_model_len(config: ClusterConfig, limit: int) -> None:
-    """`limit`: the model's. Raises ConfigError."""
-    for name, pool in config.pools.items():
-        if pool.replicas and pool.engine.max_model_len > limit:
-            raise ConfigError(f"{name}.max_model_len: {pool.engine.max_model_len} is more than the model's {limit}")
-
-
-def is_profiled(pool: PoolConfig) -> bool:
-    """Whether its engines find out on their GPU how many KV blocks there is room for."""
-    return bool(pool.num_gpus) and not pool.engine.num_blocks and not pool.engine.kv_cache_bytes
-
-
-def num_blocks(config: ClusterConfig, pool: PoolConfig, served: ServedModel) -> int:
-    """KV blocks of one engine of the pool, block 0 included. Of one that is not profiled."""
-    return (
-        pool.engine.num_blocks
-        or (pool.engine.kv_cache_bytes or DEFAULT_KV_CACHE_BYTES[config.runner]) // served.layout(pool).block_bytes
-    )
-
-
-def limit_warnings(config: ClusterConfig, served: ServedModel) -> list[str]:
-    """As `cluster.limits` tells them. How many blocks a profiled engine will have nobody knows yet: they count as
-    enough.
-    """
-    prefill, decode = (
-        2**31 if is_profiled(pool) else num_blocks(config, pool, served) for pool in (config.prefill, config.decode)
-    )
-    return limits.limit_warnings(config, prefill_blocks=prefill, decode_blocks=decode)
-
-
-def num_host_blocks(pool: PoolConfig, served: ServedModel) -> int:
-    """KV blocks of host memory that one engine of the pool may swap into."""
-    return pool.engine.num_host_blocks or pool.engine.swap_space_bytes // served.layout(pool).block_bytes
 
 
 def build_prefill(config: ClusterConfig, address: Address, send: Send, prefix: str, resources: ExitStack) -> EngineLoop:
-    """A prefill engine. Lease words, and on the CPU the cache, lie in the shared-memory file `prefix` + its name.
-    Raises StartupError.
+    """Builds a prefill engine. Its lease words, and on a CPU its cache too, lie in the shared-memory file that is named
+    `prefix` + the engine's name. Raises StartupError.
     """
     served, pool = serve_model(config), config.prefill
     blocks, make_runner = _prepare(config, pool, served)
-    remove_stale()  # of this machine, which need not be the supervisor's
+    remove_stale()  # the engine's machine may be another one than the supervisor's
     name = f"{prefix.removeprefix(PREFIX)}{address.replica_id}-{address.epoch}"
-    # As many lease words as blocks: every leased prompt has a block of its own at least.
+    # There are as many lease words as blocks, because every leased prompt holds at least one block of its own.
     export = Export(
         config.transfer,
         name,
@@ -160,7 +69,7 @@ def build_prefill(config: ClusterConfig, address: Address, send: Send, prefix: s
 
 
 def build_decode(config: ClusterConfig, address: Address, send: Send, prefix: str, resources: ExitStack) -> EngineLoop:
-    """A decode engine; its cache is its own. Raises StartupError."""
+    """Builds a decode engine. No other process sees its cache. Raises StartupError."""
     served, pool = serve_model(config), config.decode
     blocks, make_runner = _prepare(config, pool, served)
     cache = make_cache(config, pool, blocks, served.layout(pool))
@@ -219,9 +128,9 @@ def _device(config: ClusterConfig, pool: PoolConfig) -> Device | None:
 
 
 def _prepare(config: ClusterConfig, pool: PoolConfig, served: ServedModel) -> tuple[int, MakeRunner]:
-    """How many KV blocks an engine gets, and what makes its runner around them.
+    """The number of KV blocks that an engine gets, and a function that makes its runner around them.
 
-    A model on a GPU is loaded here: what it leaves may decide how many.
+    A model on a GPU is loaded here, because the memory that it leaves may decide the number of blocks.
     """
     if config.device_of(pool) == "cpu":
         return num_blocks(config, pool, served), partial(_cpu_runner, config, pool)
@@ -252,10 +161,10 @@ def _prepare(config: ClusterConfig, pool: PoolConfig, served: ServedModel) -> tu
 
 
 def _cpu_runner(config: ClusterConfig, pool: PoolConfig, cache: npt.NDArray[np.uint8], host_blocks: int) -> Runner:
-    """Loads the model. `cache`: uint8 [num_blocks, block_bytes], used in place."""
+    """Loads the model. The runner uses `cache`, uint8 [num_blocks, block_bytes], in place."""
     if config.model is None or config.runner == "arithmetic":
         return ArithmeticRunner(arithmetic_model.cache_view(cache), num_host_blocks=host_blocks)
-    import torch  # 1.5 s and 200 MB that an arithmetic engine does not need
+    import torch  # takes 1.5 s and 200 MB, which an arithmetic engine does not need
 
     from engine.models.loading import load_model
     from engine.runners.torch_cpu import TorchCPURunner

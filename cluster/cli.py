@@ -1,4 +1,4 @@
-"""The server's commands: serve, plan, demo, replay. Imports what is heavy only inside the command that needs it."""
+"""The server's commands: serve, plan, simulate, demo and replay. Each imports its heavy modules only when it runs."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def register(app: typer.Typer) -> None:
 
 
 def _reported(command: Callable[P, None]) -> Callable[P, None]:
-    """What twopass raises on purpose ends in one line and exit code 2."""
+    """An error that twopass raises on purpose ends the command with one line and exit code 2."""
 
     @wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -49,11 +49,13 @@ def _reported(command: Callable[P, None]) -> Callable[P, None]:
 
 
 def _ending_here(command: Callable[P, None]) -> Callable[P, None]:
-    """For commands with a Ray. The process ends with them: nothing is left to do, and Ray's threads in it may hang."""
+    """The process ends with the command, without waiting for the threads of Ray in it, which may hang."""
 
     @wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # interrupts no import, and no thread but this one
+        signal.pthread_sigmask(
+            signal.SIG_BLOCK, STOP_SIGNALS
+        )  # so that signals interrupt no import, and no other thread
         code = 0
         try:
             command(*args, **kwargs)
@@ -68,10 +70,10 @@ def _ending_here(command: Callable[P, None]) -> Callable[P, None]:
 
 
 class StopRequest:
-    """SIGINT, SIGTERM and SIGHUP: while serving the first asks for a drain and the next one interrupts; after that the
-    rest is ignored.
+    """Handles SIGINT, SIGTERM and SIGHUP. While serving, the first signal asks for a drain and the second interrupts.
+    At other times the first signal interrupts. All later ones are ignored.
 
-    A signal to the process group or cgroup reaches the private Ray and its actors too: they leave it to this process.
+    A signal to the process group or cgroup also reaches the private Ray and its actors. They leave it to this process.
     """
 
     def __init__(self) -> None:
@@ -82,11 +84,11 @@ class StopRequest:
             signal.signal(number, self._on_signal)
 
     def listen(self) -> None:
-        """Signals that came before are heard now."""
+        """Unblocks the signals. Those that came before are handled now."""
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def ignore(self) -> None:
-        """From now on: what is still to do takes seconds."""
+        """Ignores all signals from now on: what is still to do takes seconds."""
         self.asked = self._insisted = True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -144,7 +146,7 @@ def serve(
 
 
 def _reached_at(host: str, port: int, path: str = "") -> str:
-    """What a client on this machine connects to. Interfaces that stand for all of them are no address."""
+    """The address that a client on this machine connects to. A wildcard such as 0.0.0.0 is shown as localhost."""
     if host in ("0.0.0.0", "::"):
         return f"localhost:{port}{path}, as on every interface"
     return f"[{host}]:{port}{path}" if ":" in host else f"{host}:{port}{path}"
@@ -153,14 +155,14 @@ def _reached_at(host: str, port: int, path: str = "") -> str:
 def plan(
     config: ConfigOption = None,
     set_: SetOption = None,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of a typical request.")] = 1024,
-    output_tokens: Annotated[int, typer.Option(min=1, help="Of a typical answer.")] = 256,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens of a typical request.")] = 1024,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of a typical request.")] = 256,
     running: Annotated[
         int | None,
         typer.Option(min=1, help="Answers being written at once, over all engines; default: one for every seat."),
     ] = None,
     device_memory_gib: Annotated[
-        float | None, typer.Option(min=0, help="Of one GPU; default: of the first GPU here.")
+        float | None, typer.Option(min=0, help="Memory of one GPU; default: that of the first GPU here.")
     ] = None,
     gb_per_s: Annotated[
         float | None, typer.Option("--gb-per-s", min=0.001, help="Bandwidth of KV transfer, 10^9 bytes a second.")
@@ -170,27 +172,21 @@ def plan(
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Prints JSON.")] = False,
 ) -> None:
-    """Prints what a configuration means: blocks, sequences at once, steps per prompt, and which budget binds. Starts
-    nothing.
+    """Prints what a configuration means: blocks, sequences at once, steps per prompt, and which budget binds.
+
+    Starts nothing.
     """
     from cluster import plan as planning
     from cluster.config import load
     from cluster.plan_table import table
+    from cluster.pool_plan import Workload
 
     loaded = load(config, set_ or [])
-    needs_gpu = any(pool.num_gpus for pool in (loaded.prefill, loaded.decode) if pool.replicas)
-    device_memory_bytes = (
-        int(device_memory_gib * planning.GIB)
-        if device_memory_gib is not None
-        else planning.gpu_memory_bytes()
-        if needs_gpu
-        else None
-    )
     seats = loaded.decode.engine.max_num_seqs * loaded.decode.replicas
     planned = planning.plan(
         loaded,
-        planning.Workload(prompt_tokens=prompt_tokens, output_tokens=output_tokens, num_running=running or seats),
-        device_memory_bytes=device_memory_bytes,
+        Workload(prompt_tokens=prompt_tokens, output_tokens=output_tokens, num_running=running or seats),
+        device_memory_bytes=planning.device_memory_bytes(loaded, device_memory_gib),
         rates=planning.Rates(
             transfer_bytes_per_s=gb_per_s * 1e9 if gb_per_s is not None else None,
             prefill_tokens_per_s=prefill_tokens_per_s,
@@ -211,15 +207,17 @@ def simulate(
         str, typer.Option(help="poisson:requests=100,rate=2,prompt=256,output=64 or a file of JSON lines.")
     ] = "poisson",
     step_ms: Annotated[float, typer.Option(min=0, help="Fixed cost of a step.")] = 8.0,
-    decode_ms: Annotated[float, typer.Option(min=0, help="More for each sequence that decodes.")] = 1.1,
-    prompt_token_ms: Annotated[float, typer.Option(min=0, help="More for each prompt token.")] = 0.44,
+    decode_ms: Annotated[float, typer.Option(min=0, help="Cost of each sequence that decodes in a step.")] = 1.1,
+    prompt_token_ms: Annotated[float, typer.Option(min=0, help="Cost of each prompt token in a step.")] = 0.44,
     seed: Annotated[
-        int | None, typer.Option(min=0, help="Instead: the fault schedule of this seed, with every invariant checked.")
+        int | None,
+        typer.Option(min=0, help="Runs the fault schedule of this seed instead; checks every invariant."),
     ] = None,
-    replay: Annotated[bool, typer.Option("--replay", help="With --seed: prints every event.")] = False,
+    replay: Annotated[bool, typer.Option("--replay", help="Prints every event; needs --seed.")] = False,
 ) -> None:
-    """Runs the real router, services and schedulers in virtual time: a workload on a configuration, or one fault
-    schedule.
+    """Runs the real router, services and schedulers in virtual time.
+
+    They serve a workload on a configuration, or go through one fault schedule.
     """
     if seed is not None:
         from simulator.seeds import show_seed
@@ -227,13 +225,13 @@ def simulate(
         if not show_seed(seed, typer.echo if replay else lambda line: None):
             raise typer.Exit(1)
         return
-    from cluster import build
+    from cluster import served_model
     from cluster import simulate as load_simulation
     from cluster.config import load
 
     loaded = load(config, ["runner=arithmetic", *(set_ or [])])
-    served = build.serve_model(loaded)
-    num_blocks = {name: build.num_blocks(loaded, pool, served) for name, pool in loaded.pools.items()}
+    served = served_model.serve_model(loaded)
+    num_blocks = {name: served_model.num_blocks(loaded, pool, served) for name, pool in loaded.pools.items()}
     costs = load_simulation.StepCosts(
         step_s=step_ms / 1e3, decode_s=decode_ms / 1e3, prompt_token_s=prompt_token_ms / 1e3
     )
@@ -271,7 +269,7 @@ def replay(
         loaded = json.loads(trace.read_text())
     except ValueError as error:
         raise ConfigError(f"{trace}: not JSON: {error}") from None
-    loaded = loaded.get("trace", loaded)  # a recording holds a trace and what was decided on it
+    loaded = loaded.get("trace", loaded)  # a recording holds a trace and the decisions on it
     if "requests" not in loaded:
         raise ConfigError(f"{trace}: not a trace: it has no requests")
     steps = engine_replay.replay(loaded)

@@ -1,8 +1,9 @@
-"""The whole deployment in one file: a frozen dataclass per package, composed here, checked before anything starts.
+"""The configuration of a whole deployment: one file, one frozen dataclass per package, all checked before anything
+starts.
 
 model, dtype, runner, device    what is served, and on what
-log_level                       of every process, protocol/log.py
-prefill, decode                 replicas, num_threads, num_gpus and every knob of engine.config.EngineConfig, flat
+log_level                       of every process, see protocol/log.py
+prefill, decode                 replicas, num_threads, num_gpus and, beside them, knobs of engine.config.EngineConfig
 transfer                        kv_transfer.config.TransferConfig
 router                          router.config.RouterConfig
 """
@@ -27,7 +28,7 @@ from router.config import RouterConfig
 
 T = TypeVar("T")
 Tree = dict[str, Any]
-"""A mapping: values are scalars, lists or trees."""
+"""A mapping whose values are scalars, lists or trees."""
 
 _ENGINE_KNOBS = tuple(f.name for f in fields(EngineConfig))
 _POOL_KNOBS = ("replicas", "num_threads", "num_gpus", *_ENGINE_KNOBS)
@@ -35,14 +36,14 @@ _POOL_KNOBS = ("replicas", "num_threads", "num_gpus", *_ENGINE_KNOBS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolConfig:
-    """All replicas of one pool are alike."""
+    """One pool of engines; all its replicas are alike."""
 
     replicas: int = 1
     num_threads: int = 1
-    """Threads one engine computes with."""
+    """Threads that one engine computes with."""
     num_gpus: int = 0
-    """GPUs of one engine, 0 or 1. Ray gives them; one machine must have those of all engines together. 0: it computes
-    on the CPU.
+    """GPUs of one engine, 0 or 1; with 0 it computes on the CPU. Ray gives the GPUs, and one machine must have those of
+    all engines together.
     """
     engine: EngineConfig = field(default_factory=EngineConfig)
 
@@ -53,25 +54,25 @@ class PoolConfig:
             raise ConfigError(f"num_threads: {self.num_threads} is below 1")
         if self.num_gpus not in (0, 1):
             raise ConfigError(
-                f"num_gpus: {self.num_gpus} is not 0 or 1: there is no tensor parallelism, an engine computes on one "
-                "GPU"
+                f"num_gpus: {self.num_gpus} is not 0 or 1: "
+                "there is no tensor parallelism, an engine computes on one GPU"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """One deployment. `prefill.replicas` 0 is the colocated engine: decode prefills by itself."""
+    """One deployment. With `prefill.replicas` 0 it is colocated: decode engines compute prompts themselves."""
 
     model: str | None = None
     """A Hugging Face directory: config.json, safetensors, tokenizer.json. The arithmetic runner needs none."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     runner: Literal["torch", "arithmetic"] = "torch"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: each pool on what it was given, GPUs where `num_gpus` is 1. cpu and cuda refuse a pool that was given the
-    other.
+    """auto: each pool computes on what it was given, on GPUs where `num_gpus` is 1. cpu and cuda refuse a pool that was
+    given the other.
     """
     log_level: LogLevel = "info"
-    """debug adds lines about every request."""
+    """Level of the logs; debug adds lines about every request."""
     prefill: PoolConfig
     decode: PoolConfig
     transfer: TransferConfig = field(default_factory=TransferConfig)
@@ -98,8 +99,8 @@ class ClusterConfig:
         return {"prefill": self.prefill, "decode": self.decode}
 
     def device_of(self, pool: PoolConfig) -> Literal["cpu", "cuda"]:
-        """What its engines compute on. Not what they can see: Ray shows all of a machine's GPUs to an engine that was
-        given none.
+        """What the pool's engines compute on. That is not what they can see: Ray shows all of a machine's GPUs to an
+        engine that was given none.
         """
         return "cuda" if pool.num_gpus else "cpu"
 
@@ -127,12 +128,12 @@ _HINTS: dict[str, dict[str, Any]] = {
     "transfer": get_type_hints(TransferConfig),
     "router": get_type_hints(RouterConfig),
 }
-"""Types of the keys of each section, and of those outside."""
+"""Types of the keys of each section; "" stands for the keys outside of sections."""
 
 
 def load(path: Path | None, overrides: Sequence[str] = ()) -> ClusterConfig:
-    """Reads a YAML file (None: defaults) and applies `a.b=value` overrides, values being YAML typed by their field
-    (scalars.py).
+    """Reads a YAML file, or takes the defaults if `path` is None, and applies `a.b=value` overrides. A value is YAML
+    and is typed by its field (scalars.py).
 
     Raises ConfigError naming the key.
     """
@@ -143,7 +144,7 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> ClusterConfig:
 
 
 def _typed(tree: Tree) -> Tree:
-    """Each scalar as its field's type reads it."""
+    """Reads each scalar as the type of its field demands."""
     found: Tree = {}
     for key, value in tree.items():
         if isinstance(value, dict):
@@ -154,8 +155,9 @@ def _typed(tree: Tree) -> Tree:
 
 
 def from_tree(tree: Mapping[str, Any]) -> ClusterConfig:
-    """Checks names, types and values of a parsed document. Raises ConfigError naming the key, and the nearest known
-    one.
+    """Checks the names, types and values of a parsed document.
+
+    Raises ConfigError naming the key, and for an unknown key the nearest known one.
     """
     _check_names("", tree, (*_SCALARS, *_SECTIONS))
     sections: dict[str, Tree] = {}
@@ -168,8 +170,8 @@ def from_tree(tree: Mapping[str, Any]) -> ClusterConfig:
     held = sections["prefill"].setdefault("prompt_reservation", "hold")
     if held != "hold":
         raise ConfigError(
-            f"prefill.prompt_reservation: {held!r} is not allowed: a prompt that started in a prefill engine always "
-            "finishes (hold)"
+            f"prefill.prompt_reservation: {held!r} is not allowed: "
+            "a prompt that started in a prefill engine always finishes (hold)"
         )
     if "preemption" in sections["prefill"]:
         raise ConfigError(
@@ -198,12 +200,12 @@ def _pool(path: str, given: Tree) -> PoolConfig:
 
 
 def _checked(path: str, kind: type[T], given: Tree, **parts: object) -> T:
-    """`kind` from values checked strictly against its annotations, plus `parts` that were checked before."""
+    """Makes a `kind` from `given`, checked strictly against its annotations, and from `parts`, checked before."""
     hints = get_type_hints(kind)
     checked: dict[str, object] = {}
     for name, value in given.items():
         try:
-            # JSON mode: strict about scalars, while a list may still become a tuple.
+            # In JSON mode pydantic is strict about scalars, but still makes a tuple of a list.
             checked[name] = TypeAdapter(hints[name]).validate_json(json.dumps(value, default=str), strict=True)
         except ValidationError as error:
             first = error.errors()[0]
@@ -252,7 +254,7 @@ def _read(path: Path) -> Tree:
 
 
 def _override(tree: Tree, text: str) -> None:
-    """Applies one `a.b=value` in place."""
+    """Applies one `a.b=value` to `tree` in place."""
     path, equals, value = text.partition("=")
     *sections, name = path.strip().split(".")
     if not equals or not name:

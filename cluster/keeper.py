@@ -1,17 +1,17 @@
-"""Ends and removes what is left of a deployment when its supervisor ends, in whichever way: also by SIGKILL.
+"""The keeper ends and removes what is left of a deployment when its supervisor ends in any way, SIGKILL included.
 
-A process of its own, which `Keeper` starts and whose standard input the supervisor holds open:
+It is a process of its own. `Keeper` starts it, and the supervisor holds its standard input open:
 
-    a byte on standard input      end everything now, and answer with a byte
-    end of standard input         the supervisor is gone: end everything, and yourself
+    a byte on standard input      the keeper ends everything now and answers with a byte
+    end of standard input         the supervisor is gone: the keeper ends everything, then itself
 
-"Everything" is each process that writes to a file below the private Ray's folder (all of Ray's do, from their birth on:
-their logs), that folder, and the deployment's files in shared memory. A given Ray has no such folder: there the keeper
-waits until Ray has ended the engines.
+"Everything" is the private Ray's folder, each process that has a file below it open for writing, and the deployment's
+files in shared memory. All processes of Ray write their logs below that folder from the moment they start. A given Ray
+has no such folder: there the keeper waits until Ray has ended the engines.
 
-It imports nothing but the standard library and takes 7 MB. It is nobody's child and in a session of its own, so neither
-a signal to the supervisor's process group reaches it nor Ray's job manager, which ends a job's children too. Signals
-that ask to stop it ignores.
+The keeper imports only the standard library and takes 7 MB. It is nobody's child and has a session of its own, so it is
+reached neither by a signal to the supervisor's process group nor by Ray's job manager, which also ends a job's
+children. It ignores the signals that ask a process to stop.
 """
 
 import fcntl
@@ -27,13 +27,13 @@ from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
 TIMEOUT_S = 60.0
-"""Longest wait for a process that does not die, or for a Ray that is not ours to end what ran in it."""
+"""Longest wait for a process that does not die, or for a given Ray to end what ran in it."""
 LOOK_S = 0.02
-"""Between two looks."""
+"""Interval between two looks at what is left."""
 
 
 class Keeper:
-    """The keeper as its supervisor sees it. `folder` None: a given Ray."""
+    """The keeper as its supervisor sees it. `folder` is the private Ray's, None for a given Ray."""
 
     def __init__(self, prefix: str, folder: Path | None) -> None:
         command = [sys.executable, "-I", "-S", __file__, prefix, str(folder or ""), str(os.getpid())]
@@ -46,7 +46,7 @@ class Keeper:
             bufsize=0,
             start_new_session=True,
         )
-        process.wait()  # the keeper itself is its child
+        process.wait()  # this process forks the keeper and exits at once
         assert process.stdin is not None
         assert process.stdout is not None
         self._stdin, self._stdout = process.stdin, process.stdout
@@ -57,7 +57,7 @@ class Keeper:
         return not _readable(self._pidfd, 0)
 
     def clean(self, timeout_s: float) -> bool:
-        """Everything is ended and removed; False: not within `timeout_s`, or the keeper is dead."""
+        """Ends and removes everything. False if that took longer than `timeout_s`, or the keeper is dead."""
         try:
             self._stdin.write(b".")
         except BrokenPipeError:
@@ -65,7 +65,7 @@ class Keeper:
         return _readable(self._stdout.fileno(), timeout_s) and bool(self._stdout.read(1))
 
     def end(self, timeout_s: float) -> None:
-        """Lets it end, and waits for that."""
+        """Lets the keeper end, and waits for that."""
         self._stdin.close()
         _readable(self._pidfd, timeout_s)
         self._stdout.close()
@@ -73,8 +73,8 @@ class Keeper:
 
 
 def _readable(fd: int, timeout_s: float) -> bool:
-    """Of a pidfd: whether its process has ended. Descriptors may exceed what `select` takes."""
-    poll = select.poll()
+    """Whether `fd` becomes readable in time; a pidfd does when its process ends."""
+    poll = select.poll()  # `select.select` takes no descriptor above 1023
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(timeout_s * 1e3))
 
@@ -96,23 +96,24 @@ def main(prefix: str, folder: str, supervisor: int) -> None:
 
 
 def end_everything(prefix: str, folder: str, supervisor: int) -> None:
-    """Until a look finds nothing. What has started meanwhile is found by the next; without its folder Ray starts
-    nothing.
+    """Goes on until a look finds nothing more, or `TIMEOUT_S` is over.
+
+    A process that has started meanwhile is found by the next look. Without its folder Ray starts no more processes.
     """
     until = time.monotonic() + TIMEOUT_S
     while time.monotonic() < until:
         ended = kill_writers(f"{folder}/", spare={supervisor, os.getpid()}) if folder else 0
         kept = sum(not _remove(path) for path in SHARED_MEMORY.glob(f"{prefix}*"))
-        lies = bool(folder) and os.path.exists(folder)
-        if not (ended or kept or lies):
+        folder_exists = bool(folder) and os.path.exists(folder)
+        if not (ended or kept or folder_exists):
             return
-        if lies:
+        if folder_exists:
             shutil.rmtree(folder, ignore_errors=True)
         time.sleep(LOOK_S)
 
 
 def kill_writers(folder: str, spare: set[int]) -> int:
-    """Kills every process that has a file open for writing below `folder`, which ends in a slash; returns how many."""
+    """Kills each process that has a file below `folder` open for writing; returns how many. `folder` ends in "/"."""
     return sum(
         _kill_writer(pid, folder) for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if pid not in spare
     )
@@ -120,7 +121,7 @@ def kill_writers(folder: str, spare: set[int]) -> int:
 
 def _kill_writer(pid: int, folder: str) -> bool:
     try:
-        process = os.pidfd_open(pid)  # before the look: a pid may come to mean another process
+        process = os.pidfd_open(pid)  # before its files are looked at: a pid may be reused
     except OSError:
         return False
     try:
@@ -135,20 +136,20 @@ def _kill_writer(pid: int, folder: str) -> bool:
 
 
 def _written(pid: int) -> list[str]:
-    """Files that a process has open for writing. Raises OSError if it is gone or not ours to look at."""
+    """Files that a process has open for writing. Raises OSError if the process is gone or belongs to another user."""
     paths = []
     for fd in os.listdir(f"/proc/{pid}/fd"):
         link = f"/proc/{pid}/fd/{fd}"
         try:
             if os.lstat(link).st_mode & stat.S_IWUSR:
                 paths.append(os.readlink(link))
-        except FileNotFoundError:  # closed meanwhile
+        except FileNotFoundError:  # the process has closed it meanwhile
             continue
     return paths
 
 
 def _remove(path: Path) -> bool:
-    """False while its creator, which holds a lock on it, lives."""
+    """Removes a shared-memory file. False if its creator still lives, which holds a lock on it."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,17 +1,18 @@
-"""A plan for people."""
+"""Shows a plan as a table for people."""
 
 from rich import box
 from rich.table import Table
 
-from cluster.plan import Plan, PoolPlan
+from cluster.plan import Plan
+from cluster.pool_plan import PoolPlan
 
 
 def table(plan: Plan) -> Table:
-    """One column per pool; warnings are printed apart."""
+    """The table has one column per pool. It holds no warnings."""
     load = plan.load
     result = Table(
-        title=f"{load.num_running} answers at once, {load.prompt_tokens} prompt tokens, {load.output_tokens} output "
-        "tokens",
+        title=f"{load.num_running} answers at once, "
+        f"{load.prompt_tokens} prompt tokens, {load.output_tokens} output tokens",
         title_justify="left",
         box=box.SIMPLE_HEAD,
         padding=0,

@@ -1,5 +1,5 @@
-"""`RAY_ADDRESS`: which Ray a deployment is given. It is asked for a sign of life: Ray's client would wait for
-minutes.
+"""`RAY_ADDRESS` names the Ray that a deployment is given. That Ray is asked for a sign of life before Ray's client
+joins it, because the client would wait for a dead one for minutes.
 """
 
 import math
@@ -7,13 +7,13 @@ import os
 import socket
 from typing import NamedTuple
 
-# Before Ray is imported: it reads these once. A given cluster says itself whether it wants a token and how urgent its
-# workers are; for a private one Ray would write a token file that makes later job submissions fail, and step aside
-# (nice 15) for whatever else runs here.
+# These are set before Ray is imported, because Ray reads them once. A given cluster decides itself whether it wants a
+# token and at which priority its workers run. For a private one Ray would write a token file that makes later job
+# submissions fail, and would run the workers at nice 15.
 if os.environ.get("RAY_ADDRESS", "") in ("", "local"):
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_worker_niceness", "0")
-    os.environ.update(RAY_grpc_enable_http_proxy="0")  # all of it is on loopback
+    os.environ.update(RAY_grpc_enable_http_proxy="0")  # all traffic is on the loopback interface
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import grpc
@@ -24,20 +24,19 @@ from ray.core.generated import gcs_pb2, gcs_service_pb2, gcs_service_pb2_grpc
 from protocol.errors import ConfigError, StartupError
 
 TIMEOUT_S = 5.0
-"""Longest wait for a connection, and for an answer on it."""
+"""Longest wait for a connection, and then for an answer on it."""
 PRIVATE_FOLDERS = "/tmp/twopass-"
-"""A Ray whose sockets lie below is some deployment's own."""
-
+"""A Ray whose sockets lie in such a folder is the private Ray of a deployment."""
 
 JOB_STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"
 """How long `ray job stop` leaves a job between SIGTERM and SIGKILL; Ray reads it in the job's runtime environment."""
 JOB_STOP_DEFAULT_S = 3
 STOP_S = 15
-"""Longest end of a deployment after its drain."""
+"""Longest time that a deployment takes to end after its drain."""
 
 
 class GcsAddress(NamedTuple):
-    """Of the GCS, through which one joins a Ray."""
+    """Address of the GCS, through which one joins a Ray."""
 
     host: str
     port: int
@@ -47,12 +46,14 @@ class GcsAddress(NamedTuple):
 
 
 def is_given() -> bool:
-    """Whether `RAY_ADDRESS` names a Ray; "local" asks for a private one, as in Ray."""
+    """Whether `RAY_ADDRESS` names a Ray. The word "local" asks for a private one, as it does in Ray."""
     return os.environ.get("RAY_ADDRESS", "") not in ("", "local")
 
 
 def given_address() -> GcsAddress:
-    """The Ray that `RAY_ADDRESS` names, which answers and is nobody's private one. Raises ConfigError, StartupError."""
+    """The Ray that `RAY_ADDRESS` names. It answers, and it is no deployment's private one. Raises ConfigError and
+    StartupError otherwise.
+    """
     text = os.environ["RAY_ADDRESS"]
     address = _noted(text) if text == "auto" else parse(text)
     _require_answer(text, address)
@@ -60,14 +61,14 @@ def given_address() -> GcsAddress:
 
 
 def parse(text: str) -> GcsAddress:
-    """HOST:PORT. Raises ConfigError."""
+    """Reads HOST:PORT. Raises ConfigError."""
     scheme, separator, _ = text.partition("://")
     remedy = "give HOST:PORT of its GCS, usually port 6379, or unset RAY_ADDRESS for a private Ray"
     if separator:
         names = {"http": "a dashboard", "https": "a dashboard", "ray": "a Ray client's server"}
         raise ConfigError(
-            f"RAY_ADDRESS: {text} names {names.get(scheme, 'no GCS')}, through which no deployment joins a Ray; "
-            f"{remedy}"
+            f"RAY_ADDRESS: {text} names {names.get(scheme, 'no GCS')}, "
+            f"through which no deployment joins a Ray; {remedy}"
         )
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
@@ -76,8 +77,8 @@ def parse(text: str) -> GcsAddress:
 
 
 def _noted(text: str) -> GcsAddress:
-    """What `ray start` has noted on this machine. Ray itself would also join any GCS that it finds in the process
-    table.
+    """The address that `ray start` has noted on this machine. Raises StartupError if it has noted none: Ray itself
+    would then join any GCS that it finds in the process table.
     """
     noted = ray._private.utils.read_ray_address()
     if noted is None:
@@ -88,7 +89,7 @@ def _noted(text: str) -> GcsAddress:
 
 
 def _require_answer(text: str, address: GcsAddress) -> None:
-    """Raises StartupError unless a GCS answers at `address`, and not a private one's."""
+    """Raises StartupError unless a GCS answers at `address` and is not that of a private Ray."""
     name = text if text == str(address) else f"{text} ({address})"
     try:
         socket.create_connection(address, TIMEOUT_S).close()
@@ -99,7 +100,7 @@ def _require_answer(text: str, address: GcsAddress) -> None:
         try:
             nodes = stub.GetAllNodeInfo(gcs_service_pb2.GetAllNodeInfoRequest(), timeout=TIMEOUT_S).node_info_list
         except grpc.RpcError as error:
-            if error.code() is grpc.StatusCode.UNAUTHENTICATED:  # a GCS, and Ray's client has the token
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED:  # it is a GCS; Ray's client has the token
                 return
             raise StartupError(f"RAY_ADDRESS: what listens at {name} is no Ray's GCS: {error.code().name}") from None
     if any(node.object_store_socket_name.startswith(PRIVATE_FOLDERS) for node in nodes):
@@ -111,9 +112,7 @@ def _require_answer(text: str, address: GcsAddress) -> None:
 
 
 def job_warning(drain_s: float) -> str:
-    """What to say at the start of a Ray job that `ray job stop` would kill in the middle of its drain; empty
-    otherwise.
-    """
+    """The warning for a Ray job that `ray job stop` would kill in the middle of its drain; else an empty text."""
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:
         return ""
     wait = os.environ.get(JOB_STOP_WAIT, "")
@@ -122,6 +121,6 @@ def job_warning(drain_s: float) -> str:
         return ""
     needed = f"""--runtime-env-json '{{"env_vars": {{"{JOB_STOP_WAIT}": "{math.ceil(drain_s + STOP_S)}"}}}}'"""
     return (
-        f"`ray job stop` kills this job {wait_s} s after it asked for a drain of up to {drain_s:g} s: submit it with "
-        f"{needed}"
+        f"`ray job stop` kills this job {wait_s} s after it asked for a drain of up to {drain_s:g} s: "
+        f"submit it with {needed}"
     )

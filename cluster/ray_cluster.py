@@ -1,4 +1,4 @@
-"""Ray, bounded: a private or a given cluster, in which nothing waits for long once a part of it has died."""
+"""Joins a given Ray or starts a private one, and bounds every wait for it: once a part has died, no call hangs."""
 
 import signal
 import threading
@@ -8,11 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cluster.ray_address import (
-    GcsAddress,
-    given_address,
-    is_given,
-)  # before Ray: sets what that reads when it is imported
+# This module must be imported before Ray: it sets variables that Ray reads when it is imported.
+from cluster.ray_address import GcsAddress, given_address, is_given
 
 # isort: split
 import ray
@@ -26,66 +23,66 @@ from protocol.errors import CapacityError, ClusterLost, StartupError
 from protocol.messages import Address
 
 _LOOPBACK = "127.0.0.2"
-"""Ray replaces 127.0.0.1 by an outward address; any other one of the loopback net stays."""
+"""Ray replaces 127.0.0.1 by an outward address, but keeps any other address of the loopback network."""
 _OBJECT_STORE_BYTES = 80 * 1024 * 1024
-"""Ray's own store is close to its minimum: messages are small and KV travels elsewhere."""
+"""Size of Ray's object store, close to its minimum: messages are small, and KV does not travel through it."""
 _PRIVATE_TIMEOUT_S = 15.0
 """Longest wait for a place in a private Ray, which does not grow."""
 _CALL_TIMEOUT_S = 60.0
 """Longest wait for Ray itself to do something."""
 _LEAVE_TIMEOUT_S = 2.0
-"""Longest wait for Ray's client to say goodbye to a private Ray before that is ended."""
+"""Longest wait for Ray's client to leave a private Ray before that Ray is ended."""
 _CLOSE_TIMEOUT_S = 10.0
-"""Longest wait for each of the two that close: Ray's client (5 s where the GCS is gone) and the keeper."""
+"""Longest wait for Ray's client to close (it takes 5 s where the GCS is gone), and then for the keeper."""
 _GIVEN_TIMEOUT_S = 1.0
-"""Longest wait for the keeper where a given Ray is to end the engines: it goes on alone."""
+"""Longest wait for the keeper where a given Ray ends the engines. The keeper then goes on alone."""
 _START_TIMEOUT_S = 120.0
-"""Longest start of a private Ray; that gives up earlier itself, but not always."""
+"""Longest start of a private Ray. Ray mostly gives up earlier by itself, but not always."""
 _CHECK_S = 0.25
-"""Between two looks at the parts of Ray while something is waited for."""
+"""Interval at which the parts of Ray are looked at while something is waited for."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Bundle(NamedTuple):
-    """What one engine takes of a machine."""
+    """The CPUs and GPUs that one engine takes of a machine."""
 
     num_cpus: int
     num_gpus: int
 
 
 class RayCluster:
-    """The Ray a deployment runs in: its own, in a private folder, or the one that `RAY_ADDRESS` names.
+    """The Ray that a deployment runs in: its own, in a private folder, or the one that `RAY_ADDRESS` names.
 
-    One thread speaks to Ray. A call can take minutes when a part of Ray is gone, and the middle of `ray.init` is no
-    place for an exception from a signal handler; whoever waits for that thread stays free. A private Ray's processes
-    are its children: the kernel ends them with it, and they inherit its signal mask, so that a signal to the process
-    group or to the whole cgroup stops none of them.
+    One thread makes all calls to Ray. Such a call can take minutes when a part of Ray is gone, and an exception from a
+    signal handler must not interrupt `ray.init`; a caller that waits for the thread can still be interrupted. The
+    processes of a private Ray are children of that thread: the kernel ends them with it. They inherit its signal mask,
+    so a signal to the process group or to the whole cgroup stops none of them.
     """
 
     def __init__(self, namespace: str, prefix: str) -> None:
-        """`prefix`: of the deployment's files in shared memory."""
+        """`prefix` begins the names of the deployment's files in shared memory."""
         self._namespace, self._prefix = namespace, prefix
         self._thread = ThreadPoolExecutor(
             1, "ray", initializer=signal.pthread_sigmask, initargs=(signal.SIG_BLOCK, STOP_SIGNALS)
         )
         self._begun = False
         self._call: Future[Any] | None = None
-        """The last one of `do`."""
+        """The last call that `do` has made."""
         self._kept = threading.Event()
-        """The keeper has started, or could not."""
+        """Set once the keeper has started, or has failed to."""
         self._keeper: Keeper | None = None
         self.folder: PrivateFolder | None = None
-        """The private one's; None: the cluster is not ours to end."""
+        """The folder of the private Ray; None for a given Ray, which is not ended here."""
         self._parts: Parts = GivenParts(())
         self._opened = False
         self._group: PlacementGroup | None = None
         self._bundles: Sequence[Bundle] = ()
 
     def open(self, *, num_cpus: int, num_gpus: int) -> None:
-        """Joins the given Ray, or starts a private one with `num_cpus` (declared, no limit) and this machine's GPUs, if
-        any.
+        """Joins the given Ray, or starts a private one with `num_cpus` (declared, not enforced) and, if `num_gpus` is
+        not 0, this machine's GPUs.
 
-        Raises ConfigError, StartupError, CapacityError, ClusterLost. `close` is due whatever happens.
+        Raises ConfigError, StartupError, CapacityError, ClusterLost. The caller must call `close` in any case.
         """
         given = given_address() if is_given() else None
         self._begun = True
@@ -102,10 +99,9 @@ class RayCluster:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, unblocked)
 
     def place(self, bundles: Sequence[Bundle], timeout_s: float = 60.0) -> None:
-        """Takes one bundle per engine, all on one machine: KV travels through its memory. Raises CapacityError if none
-        has them in time.
+        """Reserves one bundle per engine, all on one machine, because KV travels through its memory.
 
-        A private Ray does not grow: there the wait is shorter.
+        Raises CapacityError if no machine has them in time. The wait is shorter for a private Ray, which does not grow.
         """
         resources = [{"CPU": num_cpus, **({"GPU": num_gpus} if num_gpus else {})} for num_cpus, num_gpus in bundles]
         self._group, self._bundles = self.do(placement_group, resources, strategy="STRICT_PACK"), bundles
@@ -120,8 +116,9 @@ class RayCluster:
             )
 
     def spawn(self, kind: type, address: Address, *args: object, bundle: int | None = None) -> Actor:
-        """Starts an actor, at once; errors of its constructor come with its first call. `bundle`: its place; None: on
-        this machine.
+        """Starts an actor and returns at once; an error of its constructor comes with its first call.
+
+        `bundle` is the index of the actor's bundle; None places it on this machine.
         """
         options: dict[str, Any] = {"name": actor_name(address), "num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
         if bundle is None:
@@ -136,14 +133,14 @@ class RayCluster:
         return Actor(address, self.do(ray.remote(kind).options(**options).remote, *args), self)
 
     def check(self) -> None:
-        """Raises ClusterLost once a part of Ray is dead, or the keeper."""
+        """Raises ClusterLost once a part of Ray or the keeper is dead."""
         if lost := self._parts.lost():
             raise ClusterLost(lost)
         if self._keeper is not None and not self._keeper.alive:
             raise ClusterLost("the deployment's keeper died")
 
     def ready(self, reference: Any, timeout_s: float) -> bool:
-        """True once the call behind it has ended, one way or the other, within `timeout_s`. Raises ClusterLost."""
+        """Whether the call behind `reference` ends, in success or failure, within `timeout_s`. Raises ClusterLost."""
         until = time.monotonic() + timeout_s
         while True:
             left_s = until - time.monotonic()
@@ -153,8 +150,9 @@ class RayCluster:
             self.check()
 
     def result(self, reference: Any, timeout_s: float = 60.0) -> Any:
-        """What a call returned. An exception from the actor is raised as the actor raised it. Raises ClusterLost,
-        StartupError.
+        """The value that a call returned. An exception of the actor is raised here as the actor raised it.
+
+        Raises ClusterLost, and StartupError if there is no answer within `timeout_s`.
         """
         if not self.ready(reference, timeout_s):
             raise StartupError(f"an actor has not answered within {timeout_s:g} s")
@@ -164,7 +162,7 @@ class RayCluster:
             raise error.cause from None
 
     def do(self, function: Callable[..., Any], *args: Any, timeout_s: float = _CALL_TIMEOUT_S, **named: Any) -> Any:
-        """Calls Ray in the thread that does that. Raises ClusterLost when it cannot answer any more."""
+        """Calls `function` in the thread that speaks to Ray. Raises ClusterLost when Ray cannot answer any more."""
         call = self._call = self._thread.submit(function, *args, **named)
         until = time.monotonic() + timeout_s
         while not wait([call], _CHECK_S).done:
@@ -177,9 +175,9 @@ class RayCluster:
         return call.result()
 
     def close(self) -> None:
-        """Ends a private Ray and removes its folder; leaves a given one. Takes seconds, whatever has died.
+        """Ends a private Ray and removes its folder; leaves a given Ray as it is. It takes seconds, whatever has died.
 
-        Where Ray's client in this process does not end by then, the keeper stays until the process does.
+        If Ray's client in this process does not end in that time, the keeper stays until the process ends.
         """
         if not self._begun:
             return
@@ -191,7 +189,8 @@ class RayCluster:
         until = time.monotonic() + (_LEAVE_TIMEOUT_S if self.folder is not None else _CLOSE_TIMEOUT_S)
         shutdown = self._thread.submit(ray.shutdown)
         if self._opened and not stuck and not self._parts.lost():
-            # Its client leaves a living Ray; then Ray would ask one process after the other to end, and wait for each.
+            # The wait lasts until Ray's client has left. After that `ray.shutdown` would ask the processes of a private
+            # Ray to end, one after the other, and wait for each.
             while (
                 not wait([shutdown], 0.02).done
                 and time.monotonic() < until
@@ -209,8 +208,8 @@ class RayCluster:
             self.folder.remove()
 
     def _keep(self, parent: Path | None = None) -> None:
-        """Makes a private folder below `parent`, if given, and starts the keeper. In Ray's thread no signal comes
-        between.
+        """Makes a private folder below `parent`, if given, and starts the keeper. It runs in Ray's thread, where no
+        signal comes between the two.
         """
         try:
             self.folder = PrivateFolder.create(parent) if parent else None
@@ -240,7 +239,8 @@ class RayCluster:
         except Exception as error:
             if type(error) is not Exception:
                 raise
-            raise CapacityError(f"Ray did not start: {error}") from error  # its own processes are not up within 30 s
+            # Ray raises a plain Exception when its own processes are not up within 30 s.
+            raise CapacityError(f"Ray did not start: {error}") from error
 
     def _join(self, address: GcsAddress) -> None:
         self.do(self._keep)
@@ -256,8 +256,8 @@ class RayCluster:
 
 
 def _take_signals_back() -> None:
-    """Installs Python's handlers again: Ray's client puts its own before them, which aborts three seconds after
-    SIGTERM.
+    """Installs Python's handlers again. Ray's client has put its own handler before them, which aborts the process
+    three seconds after SIGTERM.
     """
     if threading.current_thread() is threading.main_thread():
         for number in STOP_SIGNALS:
@@ -267,7 +267,7 @@ def _take_signals_back() -> None:
 
 
 def _let_signals_in() -> None:
-    """Calls Python's handlers of blocked signals that are waiting, whoever's handlers the process has at the moment."""
+    """Calls Python's handlers for blocked signals that are pending, even if Ray's handlers are installed meanwhile."""
     while threading.current_thread() is threading.main_thread() and (
         waiting := signal.sigpending() & set(STOP_SIGNALS)
     ):

@@ -1,6 +1,4 @@
-"""Ray's actors, typed and by address, the mailbox through which they reach each other, and the folder of a private
-Ray.
-"""
+"""Ray's actors under their addresses, the mailbox through which they reach each other, and a private Ray's folder."""
 
 import fcntl
 import os
@@ -11,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import cluster.ray_address  # noqa: F401  before Ray: sets what that reads when it is imported
+# This module must be imported before Ray: it sets variables that Ray reads when it is imported.
+import cluster.ray_address  # noqa: F401
 
 # isort: split
 import ray
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from cluster.ray_cluster import RayCluster
 
 ActorDied = ray.exceptions.RayActorError
-"""The process behind a handle is gone. With no restarts allowed it never comes back."""
+"""Ray's error for a call to an actor whose process is gone. No restarts are allowed, so it never comes back."""
 
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -33,7 +32,7 @@ def actor_name(address: Address) -> str:
 
 
 class Mailbox:
-    """Sends envelopes to actors of one deployment. A receiver that is dead or unknown drops the message, as the
+    """Sends envelopes to actors of one deployment. A message for a dead or unknown receiver is dropped, which the
     protocol allows.
     """
 
@@ -54,27 +53,25 @@ class Mailbox:
             handle = ray.get_actor(actor_name(receiver), namespace=self._namespace)
         except ValueError:
             return None
-        # Ray's record of every call would cost the sender some 200 bytes a message, and is never given back.
+        # With task events Ray would keep a record of some 200 bytes per message in the sender and never free it.
         send: Callable[[Envelope], None] = handle.deliver.options(num_returns=0, enable_task_events=False).remote
         return send
 
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """A handle under its address."""
+    """An actor's Ray handle under the actor's address."""
 
     address: Address
     handle: Any
     cluster: "RayCluster"
 
     def start(self, method: str, *args: object) -> Any:
-        """Calls a method; returns a reference for `RayCluster.ready`."""
+        """Calls a method and returns a reference for `RayCluster.ready`."""
         return getattr(self.handle, method).remote(*args)
 
     def call(self, method: str, *args: object, timeout_s: float = 60.0) -> Any:
-        """Calls a method and waits for its result. Raises ActorDied, ClusterLost, and whatever the method raised, as
-        itself.
-        """
+        """Calls a method and waits for its result. Raises what it raised, ActorDied, ClusterLost or StartupError."""
         return self.cluster.result(self.start(method, *args), timeout_s)
 
     def kill(self) -> None:
@@ -83,8 +80,8 @@ class Actor:
 
 @dataclass(frozen=True, slots=True)
 class PrivateFolder:
-    """Where a private Ray keeps its sockets and logs. It is locked as long as its process lives; a later one removes it
-    if that died.
+    """The folder where a private Ray keeps its sockets and logs. The supervisor holds a lock on it as long as it lives.
+    If it has died, a later supervisor removes the folder.
     """
 
     path: Path
@@ -92,10 +89,10 @@ class PrivateFolder:
 
     @classmethod
     def create(cls, parent: Path) -> "PrivateFolder":
-        """`parent`/twopass-<pid>-<random>. Unix sockets lie below it, so the path must stay short.
+        """Makes `parent`/twopass-<pid>-<random>. Unix sockets lie below it, so the path must stay short.
 
-        Raises StartupError where that or shared memory cannot be written: Ray would only fail to come up, half a minute
-        later.
+        Raises StartupError where the folder or shared memory cannot be written. Ray would fail too, but only after half
+        a minute.
         """
         if not os.access(_SHARED_MEMORY, os.W_OK):
             raise StartupError(f"{_SHARED_MEMORY}: cannot be written; Ray's object store and the KV caches lie there")
@@ -115,7 +112,7 @@ class PrivateFolder:
 
 
 def _remove_if_stale(path: Path) -> None:
-    """A dead owner is known by two signs: no process bears the pid in the name, and nobody holds the lock."""
+    """Removes a folder whose owner is dead: no process has the pid in the folder's name, and nobody holds the lock."""
     pid = path.name.split("-")[1]
     if not path.is_dir() or not pid.isdigit() or Path("/proc", pid).exists():
         return

@@ -1,6 +1,6 @@
-"""The processes that carry the actors of a deployment, and whether they live: without them nobody replaces what dies.
+"""Watches the processes of Ray that a deployment needs. Without them nobody can replace an actor that dies.
 
-No question here goes to Ray, whose answers can take minutes when a part of it is gone.
+Nothing here asks Ray itself, whose answers can take minutes when a part of it is gone.
 """
 
 import os
@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Protocol
 
 PRIVATE = ("gcs_server", "raylet")
-"""Processes of a private Ray by their names in /proc. They are children of this process."""
+"""Names in /proc of a private Ray's processes. They are children of this process."""
 ASK_EVERY_S = 1.0
+"""Interval between two connections to a part of a given Ray."""
 CONNECT_TIMEOUT_S = 1.0
 LOST_AFTER_S = 5.0
-"""A part of a given Ray that takes no connection for so long is lost; a full backlog is not."""
+"""A part of a given Ray that takes no connection for this long is lost. A full backlog is over sooner."""
 
 
 class Parts(Protocol):
@@ -25,21 +26,21 @@ class Parts(Protocol):
         """Finds parts that have appeared."""
 
     def lost(self) -> str:
-        """What has died; empty while all live. Never waits for long."""
+        """Names what has died, in words; empty while all parts live. It never waits for long."""
 
     def close(self) -> None: ...
 
 
 class PrivateParts:
-    """Of a private Ray. Made before that starts: `look` then finds each part as it appears."""
+    """The parts of a private Ray. It is made before that Ray starts, so that `look` finds each part as it appears."""
 
     def __init__(self) -> None:
         self._others = _children()
         self._found: dict[int, tuple[str, int]] = {}
-        """By pid: name, pidfd."""
+        """Name and pidfd of each part, by pid."""
 
     def look(self) -> None:
-        """Nobody collects a dead child of Ray's, so it is found even if it has died since the last look."""
+        """Finds new parts, also one that has died since the last look: nobody has collected its exit status."""
         for pid, name in _children().items():
             if name in PRIVATE and pid not in self._found and pid not in self._others:
                 self._found[pid] = name, os.pidfd_open(pid)
@@ -59,7 +60,7 @@ class PrivateParts:
 
 
 def _children() -> dict[int, str]:
-    """Children of this process by pid, the dead ones included that nobody has collected."""
+    """Names of this process's children by pid, including dead ones whose exit status nobody has collected."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -74,7 +75,7 @@ def _children() -> dict[int, str]:
 
 @dataclass(slots=True)
 class GivenPart:
-    """A part of a given Ray, by the port on which it listens."""
+    """A part of a given Ray, known by the port on which it listens."""
 
     name: str
     host: str
@@ -102,15 +103,15 @@ class GivenPart:
 
 @dataclass(frozen=True, slots=True)
 class GivenParts:
-    """Of a Ray that is not ours: its GCS, and the raylet of this machine."""
+    """The parts of a given Ray: its GCS, and the raylet of this machine."""
 
     parts: tuple[GivenPart, ...]
 
     def look(self) -> None:
-        """All are known."""
+        """Does nothing: all parts are known from the start."""
 
     def lost(self) -> str:
         return next(filter(None, (part.lost() for part in self.parts)), "")
 
     def close(self) -> None:
-        """Nothing stays open."""
+        """Does nothing: no part keeps a connection open."""

@@ -1,8 +1,7 @@
-"""YAML whose scalars are typed by the field they are for: a field of text takes `off`, `010` or `1e5` as they are
-written.
+"""Reads YAML whose scalars are typed by the field they are for: a text field takes `off`, `010` or `1e5` literally.
 
-Where the field says nothing, the words and numbers of YAML 1.2 count: `true` and `false`, decimal, 0o17, 0x1f, 1e-3. A
-boolean field takes the older `on`, `off`, `yes` and `no` as well. What stands in quotes is text everywhere.
+Where the field has no type that decides, the words and numbers of YAML 1.2 count: `true` and `false`, decimal, 0o17,
+0x1f, 1e-3. A boolean field also takes the older `on`, `off`, `yes` and `no`. A scalar in quotes is text everywhere.
 """
 
 import re
@@ -21,13 +20,13 @@ _SPECIAL_FLOAT = re.compile(r"([-+]?)\.(inf|nan)")
 
 
 class Plain(str):
-    """A scalar without quotes, as it is written."""
+    """A scalar without quotes, exactly as it is written."""
 
     __slots__ = ()
 
 
 class _Loader(yaml.SafeLoader):
-    """Types no scalar; a `<<` still merges."""
+    """A YAML loader that leaves every scalar untyped. A `<<` still merges."""
 
 
 def _construct(loader: _Loader, node: yaml.ScalarNode) -> str:
@@ -45,8 +44,9 @@ def parse(text: str) -> Any:
 
 
 def argument(text: str, hint: Any = None) -> Any:
-    """What stands behind KEY= on a command line, as `parse` gives it: a field of text gets all of it, unless it is in
-    quotes.
+    """Reads the part after KEY= on a command line. A text field gets all of it literally, unless it is in quotes.
+
+    Raises yaml.YAMLError where the field is not text.
     """
     text = text.strip()
     try:
@@ -56,12 +56,12 @@ def argument(text: str, hint: Any = None) -> Any:
             return Plain(text)
         raise
     in_quotes = isinstance(value, str) and not isinstance(value, Plain)
-    one_scalar = value is None or isinstance(value, Plain)  # None: only what a file calls a comment
+    one_scalar = value is None or isinstance(value, Plain)  # None: in a file it would be empty or a comment
     return Plain(text) if one_scalar or (_is_text(hint) and not in_quotes) else value
 
 
 def typed(value: Any, hint: Any = None) -> Any:
-    """A parsed value for a field of this type; lists and mappings by YAML 1.2."""
+    """Types a parsed value for a field of type `hint`. Items of lists and mappings follow YAML 1.2."""
     if isinstance(value, list):
         return [typed(item) for item in value]
     if isinstance(value, dict):

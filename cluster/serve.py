@@ -1,14 +1,12 @@
-"""One deployment from its first process to its last: placement, epochs, replacement of the dead, drain.
+"""One deployment from its first process to its last: placement, epochs, replacement of dead processes, drain.
 
-1. The model is checked and Ray opened; nothing else has started if that fails.
-2. The router starts first, so that engines have someone to greet, and takes its port.
-3. Engines start side by side. A new one is made known to the router, which speaks first; the engine answers with
-   `Hello`.
-4. `watch` looks at every process. A dead engine is reported to the router, its memory removed, and it comes back under
-   a higher epoch. A dead router comes back on the same port, under a higher epoch too, and is told of every live
-   engine; the requests it had are lost.
-5. `drain` lets open requests end; `stop` ends all processes and leaves no process, shared memory, folder or port
-   behind.
+1. The model is checked and Ray is opened. If that fails, nothing else has started.
+2. The router starts first, takes its port, and is there when engines come up.
+3. Engines start side by side. The router is told of each new engine and speaks first; the engine answers with `Hello`.
+4. `watch` looks at every process. A dead engine is reported to the router, its shared memory is removed, and a new one
+   starts under a higher epoch. A dead router is replaced on the same port, also under a higher epoch, and the new one
+   is told of every live engine. The requests of the dead router are lost.
+5. `drain` lets open requests end. `stop` ends all processes and leaves no process, shared memory, folder or port.
 6. When a part of Ray itself dies, nothing can be watched or replaced any more: every step raises ClusterLost.
 """
 
@@ -18,85 +16,55 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
-from cluster import build
+from cluster import build, served_model
 from cluster.config import ClusterConfig, PoolConfig
 from cluster.ray_cluster import Bundle, RayCluster
 from cluster.ray_handles import Actor, ActorDied, Mailbox
+from cluster.replica_process import ReplicaProcess
 from decode_pool.actor import DecodeActor
 from kv_transfer.segment import PREFIX, remove_stale
 from prefill_pool.actor import PrefillActor
 from protocol.errors import CapacityError, ClusterLost, StartupError
-from protocol.messages import ROUTER_ID, Address, PoolName
+from protocol.messages import ROUTER_ID, Address
 from router.actor import RouterActor
 from router.policy import ReplicaView
 
 START_TIMEOUT_S = 300.0
-"""Longest start of an engine: weights from a slow disk."""
+"""Longest start of an engine, which may read its weights from a slow disk."""
 GREETING_TIMEOUT_S = 30.0
-"""Longest wait until the router has every engine's `Hello`: it takes one message each way."""
+"""Longest wait until the router has every engine's `Hello`. It takes one message in each direction."""
 STOP_TIMEOUT_S = 5.0
 """Longest wait for all processes to give their memory back before they are killed."""
 ROUTER_STALL_TIMEOUT_S = 60.0
 """A router that leaves a question unanswered for longer counts as dead; an engine has its own `stall_timeout_s`."""
 STABLE_S = 60.0
-"""What lived this long starts again at once; others wait longer each time, up to `MAX_DELAY_S`."""
+"""A process that lived this long is replaced at once. Others wait longer each time, up to `MAX_DELAY_S`."""
 MAX_DELAY_S = 30.0
 
 Progress = Callable[[str], None]
-Role = Literal["router", PoolName]
-
-
-@dataclass(slots=True)
-class ReplicaProcess:
-    """The router, or one engine of a pool: what is always there again, and the process that fills it now."""
-
-    replica_id: str
-    role: Role
-    bundle: int | None
-    """Index of the engine's part of the machine; None: beside the supervisor."""
-    actor: Actor | None = None
-    state: Literal["starting", "up", "down"] = "down"
-    pending: Any = None
-    """Reference of `start` in "starting", of the last `failure` in "up"."""
-    asked_at: float = 0.0
-    """Of `pending`."""
-    since: float = 0.0
-    """When the state began; in "down": when to start again."""
-    num_deaths: int = 0
-    """In a row, without `STABLE_S` in between."""
-
-    @property
-    def live(self) -> Actor:
-        """The process that fills it. Raises StartupError while there is none."""
-        if self.actor is None:
-            raise StartupError(f"{self.replica_id} is down")
-        return self.actor
-
-    def ask(self, method: str, now: float) -> None:
-        self.pending, self.asked_at = self.live.start(method), now
 
 
 @dataclass(slots=True)
 class Deployment:
-    """A running system. A context manager: whatever happens inside, all is stopped at the end."""
+    """A running system. As a context manager it stops everything at the end, whatever happens inside."""
 
     config: ClusterConfig
     progress: Progress
     prefix: str = field(default_factory=lambda: f"{PREFIX}{secrets.token_hex(4)}-")
-    """Of every shared-memory file of this deployment; without its last dash also the Ray namespace."""
+    """Begins the name of every shared-memory file of this deployment. Without its last dash it is the Ray namespace."""
     port: int = 0
-    """Where gRPC is served."""
+    """Port on which gRPC is served."""
     metrics_port: int = 0
-    """Where Prometheus scrapes."""
+    """Port that Prometheus scrapes."""
     _epoch: int = 0
     _ray: RayCluster = field(init=False)
     _router: ReplicaProcess = field(default_factory=lambda: ReplicaProcess(ROUTER_ID, "router", None))
     _engines: list[ReplicaProcess] = field(default_factory=list)
     _vocab_size: int = 0
     _drained_at: float | None = None
-    """When the drain is over; None before it begins."""
+    """Time at which the drain must be over; None before it begins."""
 
     def __post_init__(self) -> None:
         self._ray = RayCluster(self._namespace, self.prefix)
@@ -113,18 +81,19 @@ class Deployment:
         self.stop()
 
     def actor(self, replica_id: str) -> Actor:
-        """The process that fills a place now, `ROUTER_ID` included. Raises KeyError for an unknown place, StartupError
-        for an empty one.
+        """The process that now fills the place of an engine, or of the router if `replica_id` is `ROUTER_ID`.
+
+        Raises KeyError for an unknown place, and StartupError for an empty one.
         """
         return {place.replica_id: place for place in (self._router, *self._engines)}[replica_id].live
 
     def loads(self) -> list[ReplicaView]:
-        """What the router knows of every engine that has greeted it; a dead one knows of none."""
+        """What the router knows of every engine that has sent it a `Hello`; empty while the router is dead."""
         loads: list[ReplicaView] | None = self._ask_router("loads")
         return loads or []
 
     def watch(self, timeout_s: float = 0.25) -> None:
-        """One look at every process, then waits `timeout_s`. Raises ClusterLost."""
+        """Looks at every process once, then waits `timeout_s`. Raises ClusterLost."""
         self._ray.check()
         now = time.monotonic()
         if not (self._drained_at is not None and self._router.state == "down"):
@@ -138,8 +107,8 @@ class Deployment:
         time.sleep(timeout_s)
 
     def drain(self, deadline_s: float) -> int | None:
-        """Takes nothing new and waits for open requests; returns how many did not end in time. None: the router died,
-        all are lost.
+        """Refuses new requests and waits up to `deadline_s` for open ones. Returns how many did not end in time, or
+        None if the router died and all of them are lost.
         """
         self._drained_at = time.monotonic() + deadline_s
         try:
@@ -154,7 +123,7 @@ class Deployment:
             return None
 
     def stop(self) -> None:
-        """Ends every process and removes what they leave. Open requests are lost."""
+        """Ends all processes and removes what they leave behind. Open requests are lost."""
         places = [place for place in (self._router, *self._engines) if place.actor is not None]
         try:
             self._ray.check()
@@ -162,7 +131,7 @@ class Deployment:
             until = time.monotonic() + STOP_TIMEOUT_S
             for reference in stopping:
                 self._ray.ready(reference, max(0.0, until - time.monotonic()))
-            if self._ray.folder is None:  # what a private Ray carries ends with it
+            if self._ray.folder is None:  # a private Ray takes its actors with it
                 for place in places:
                     place.live.kill()
         except ClusterLost:
@@ -174,9 +143,9 @@ class Deployment:
 
     def _start(self) -> None:
         config = self.config
-        served = build.serve_model(config)
+        served = served_model.serve_model(config)
         self._vocab_size = served.vocab_size
-        for warning in build.limit_warnings(config, served):
+        for warning in served_model.limit_warnings(config, served):
             self.progress(f"warning: {warning}")
         remove_stale()
         self.port, self.metrics_port = config.router.grpc_port, config.router.metrics_port
@@ -205,7 +174,7 @@ class Deployment:
         self._came_up(place, answer, time.monotonic())
 
     def _await_greetings(self) -> None:
-        """Until the router can use every engine."""
+        """Waits until the router can use every engine. Raises StartupError if that takes too long."""
         until = time.monotonic() + GREETING_TIMEOUT_S
         while missing := self._unheard():
             if time.monotonic() > until:
@@ -243,7 +212,7 @@ class Deployment:
         place.ask("start", now)
 
     def _came_up(self, place: ReplicaProcess, answer: Any, now: float) -> None:
-        """`answer`: of its `start`; a router's is the port."""
+        """Notes that a process has started. `answer` is what its `start` returned: the port if it is a router."""
         place.state, place.since = "up", now
         place.ask("failure", now)
         if place.role != "router":
@@ -284,7 +253,7 @@ class Deployment:
         if place.state == "up" and place.role != "router":
             self._ask_router("replica_down", place.live.address)
         elif place.state == "starting" and place.role == "router":
-            # A port that the system chose may have gone to someone else: it may choose again.
+            # Another process may have taken a port that the system had chosen, so the system may choose again.
             self.port, self.metrics_port = self.config.router.grpc_port, self.config.router.metrics_port
         if place.state == "up" and now - place.since > STABLE_S:
             place.num_deaths = 0
@@ -296,7 +265,7 @@ class Deployment:
         place.state, place.since, place.actor = "down", now + delay_s, None
 
     def _ask_router(self, method: str, *args: object) -> Any:
-        """Calls the router. None while it is dead: whatever it was to learn, its successor learns from `_came_up`."""
+        """Calls the router. Returns None while it is dead: `_came_up` tells its successor all that it needs to know."""
         router = self._router.actor
         if router is None or self._router.state != "up":
             return None
@@ -312,7 +281,7 @@ class Deployment:
         return ROUTER_STALL_TIMEOUT_S if place.role == "router" else self._pool(place).engine.stall_timeout_s
 
     def _patience_s(self) -> float:
-        """Longest wait for an answer of the router: the drain bounds it."""
+        """Longest wait for an answer of the router. A drain shortens it to the time that is left, but not below 1 s."""
         if self._drained_at is None:
             return ROUTER_STALL_TIMEOUT_S
         return min(ROUTER_STALL_TIMEOUT_S, max(1.0, self._drained_at - time.monotonic()))
@@ -322,6 +291,6 @@ class Deployment:
         return self.prefix.rstrip("-")
 
     def _next_epoch(self) -> int:
-        """Strictly increasing through the life of the deployment, over all its processes."""
+        """The next epoch. Epochs strictly increase over all processes through the life of the deployment."""
         self._epoch += 1
         return self._epoch

@@ -1,11 +1,11 @@
-"""A deployment under a workload, in virtual time: throughput and latency together, from a configuration and a cost per
-step.
+"""Runs a deployment under a workload in virtual time, and tells its throughput and latency.
 
     twopass simulate --config deploy/local.yaml --workload poisson:requests=200,rate=2,prompt=512,output=128
 
-The router, services and schedulers are the real ones, with the configuration's knobs. Step times come from `StepCosts`,
-tokens from the arithmetic model. A workload is `poisson:...` or a file of JSON lines `{"at_s": 0.0, "prompt_tokens":
-512, "output_tokens": 128}`.
+The router, services and schedulers are the real ones, with the configuration's knobs. Step times come from `StepCosts`
+and tokens from the arithmetic model. A workload is `poisson:...` or a file of JSON lines such as
+
+    {"at_s": 0.0, "prompt_tokens": 512, "output_tokens": 128}
 """
 
 import json
@@ -25,25 +25,26 @@ from simulator.scenario import NO_FAULTS, Client, Scenario
 from simulator.simulation import Simulation
 
 START_S = 0.5
-"""Engines have said hello by then."""
+"""Time of the first arrival. All engines have sent their `Hello` by then."""
 POISSON_DEFAULTS = {"requests": 100.0, "rate": 2.0, "prompt": 256.0, "output": 64.0, "seed": 1.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
-    """Seconds. The defaults are what SmolLM2-135M in bf16 takes on one thread of a server CPU: `python -m
-    bench.preemption_modes`.
+    """Costs in seconds. The defaults are those of SmolLM2-135M in bfloat16 on one thread of a server CPU, as `python -m
+    bench.preemption_modes` measures them.
     """
 
     step_s: float = 0.008
+    """Fixed cost of a step that is not empty."""
     decode_s: float = 0.0011
-    """More for each sequence that decodes."""
+    """Cost of each sequence that decodes in the step."""
     prompt_token_s: float = 0.00044
-    """More for each prompt token."""
+    """Cost of each prompt token in the step."""
     block_s: float = 0.0001
-    """Of one KV block between two engines, or to host memory and back."""
+    """Time to move one KV block between two engines, or between an engine and host memory."""
     wire_s: float = 0.001
-    """Of one message."""
+    """Time that a message is under way."""
 
     def of(self, batch: Batch) -> float:
         num_decodes = int(np.count_nonzero(batch.num_scheduled == 1))
@@ -53,7 +54,10 @@ class StepCosts:
 
 
 def workload(text: str) -> list[tuple[float, int, int]]:
-    """(arrival in seconds, prompt tokens, output tokens), by arrival. Raises ConfigError naming what is wrong."""
+    """Requests as (arrival in seconds, prompt tokens, output tokens), ordered by arrival.
+
+    Raises ConfigError naming what is wrong.
+    """
     if not text.startswith("poisson:") and text != "poisson":
         return _from_file(Path(text))
     values = dict(POISSON_DEFAULTS)
@@ -89,8 +93,7 @@ def _from_file(path: Path) -> list[tuple[float, int, int]]:
 def scenario(
     config: ClusterConfig, requests: list[tuple[float, int, int]], costs: StepCosts, *, num_blocks: dict[PoolName, int]
 ) -> Scenario:
-    """`num_blocks`: of each pool's engines."""
-
+    """`num_blocks` are the KV blocks of one engine of the pools "prefill" and "decode"."""
     return Scenario(
         seed=1,
         num_prefill=config.prefill.replicas,
@@ -121,7 +124,7 @@ def _clients(requests: list[tuple[float, int, int]]) -> list[Client]:
 
 
 def simulate(plan: Scenario) -> dict[str, Any]:
-    """Plays it; throughput, time to first token and inter-token latency in one result. Seconds, virtual."""
+    """Runs the scenario and returns throughput, time to first token and inter-token latency, in virtual seconds."""
     simulation = Simulation(plan, checked=False)
     simulation.run()
     done = [client for client in plan.clients if client.ended is not None and client.ended.error is None]

@@ -1,8 +1,9 @@
-"""Checks and measures this machine's GPU with the project's own kernels, runner and transports: `python
-deploy/gpu_check.py --json FILE`.
+"""Checks and measures this machine's GPU with the project's own kernels, runner and transports.
 
-Needs torch, Triton, numpy, safetensors and one NVIDIA GPU; no installation, no network; under 8 minutes. `--rehearse`
-walks the same path without a GPU. docs/gpu/README.md says what the sections are.
+    python deploy/gpu_check.py --json FILE
+
+It needs torch, Triton, numpy, safetensors and one NVIDIA GPU, but no installation and no network. It takes less than 8
+minutes. `--rehearse` runs the same code without a GPU. docs/gpu/README.md describes the sections.
 """
 
 import os
@@ -13,9 +14,8 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     if "--rehearse" in sys.argv:
         os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported
-        os.environ.setdefault(
-            "OMP_NUM_THREADS", "1"
-        )  # torch likewise: several engines at once would fight for the cores
+        # torch reads this when it is imported. With more threads, several engines would compete for the cores.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     from bench.gpu.run import main
 
     sys.exit(main())

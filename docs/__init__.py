@@ -1,1 +1,1 @@
-"""Pages about the whole, and what keeps their tables equal to the code."""
+"""Pages about the whole project, and the script that keeps their tables equal to the code."""

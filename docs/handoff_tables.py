@@ -1,8 +1,8 @@
 """Writes the tables of docs/handoff.md from the code: `make docs`.
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`. A person writes its last column where no docstring
-says the same. Those words are kept as long as the cells before them are still the code's. A new row begins with an
-empty last cell: fill it in.
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`. Where no docstring gives the text of the last column,
+a person writes it. Those words are kept as long as the cells before them are the same in the code. A new row has an
+empty last cell, which is to be filled in.
 """
 
 import ast
@@ -21,13 +21,13 @@ from protocol.messages import AbortReason, EndKind, FinishReason, PoolName, Role
 
 PAGE = Path(__file__).parent / "handoff.md"
 RECORDS = ("Address", "RequestKey", "Envelope", "End", "StageSeconds", "Logprobs", "TokenLogprobs")
-"""What messages are made of, and travel in."""
+"""Classes that messages are made of or travel in."""
 DURATIONS: Mapping[ModuleType, tuple[str, ...]] = {
     kv_transfer.config: ("pull_timeout_s", "lease_s", "revoke_s", "max_early_handoffs"),
     router.config: ("status_interval_s", "replica_timeout_s", "router_timeout_s", "max_attempts", "queue_ttl_s"),
 }
 _BAR = re.compile(r"(?<!\\)\|")
-"""Between two cells; one within a cell is escaped."""
+"""The bar between two cells. A bar within a cell is escaped."""
 _BLOCK = re.compile(r"<!-- table: (\S+) -->\n(.*?)<!-- end -->\n", re.DOTALL)
 
 Row = tuple[str, ...]
@@ -38,12 +38,12 @@ class Field(NamedTuple):
     name: str
     type: str
     default: str
-    """Empty where there is none."""
+    """Empty if the field has no default."""
     doc: str
 
 
 def written(page: str) -> str:
-    """The page with all its tables as the code has them."""
+    """The page with all its tables rewritten from the code."""
 
     def block(match: re.Match[str]) -> str:
         name, text = match.groups()
@@ -53,18 +53,18 @@ def written(page: str) -> str:
 
 
 def rows(text: str) -> list[Row]:
-    """Cells of its tables, without their heads: the first cell of a row is code."""
+    """Cells of the rows in a text, without the heads of its tables. A row is a line whose first cell is code."""
     lines = [line for line in text.splitlines() if line.startswith("| `")]
     return [tuple(cell.strip().replace(r"\|", "|") for cell in _BAR.split(line)[1:-1]) for line in lines]
 
 
 def tables(page: str) -> dict[str, list[Row]]:
-    """By name, the rows of every table of the page."""
+    """Rows of every table of the page, by the table's name."""
     return {match[1]: rows(match[2]) for match in _BLOCK.finditer(page)}
 
 
 def transitions(table: Table[S, E]) -> Callable[[str], str]:
-    """Pairs that lead to the same states, and of which the same is said, share a row."""
+    """Pairs (state, event) share a row if they lead to the same states and the page has the same words for them."""
 
     def write(before: str) -> str:
         said = {(state, event, to): does for state, events, to, does in rows(before) for event in events.split(", ")}
@@ -76,7 +76,7 @@ def transitions(table: Table[S, E]) -> Callable[[str], str]:
             grouped.setdefault((source, to, does or shown), []).append(shown)
         order = [_code(state) for state in type(next(iter(table))[0])]
         found = [(source, ", ".join(events), to, does) for (source, to, does), events in grouped.items()]
-        found = [row if row[3] != row[1] else (*row[:3], "") for row in found]  # nothing is said of it
+        found = [row if row[3] != row[1] else (*row[:3], "") for row in found]  # the page has no words for it
         return _table(("state", "event", "next", "what is done"), sorted(found, key=lambda row: order.index(row[0])))
 
     return write
@@ -106,13 +106,13 @@ def words(before: str) -> str:
 
 
 def overview(before: str) -> str:
-    """As the head of protocol/messages.py lists them."""
+    """The messages that the docstring of protocol/messages.py lists."""
     listed = re.findall(r"^ {4}(\w+) +(\S.*? -> \S.*?) {2,}(\S.*)$", protocol.messages.__doc__ or "", re.MULTILINE)
     return _table(("message", "from, to", "what for"), [(_code(name), way, what) for name, way, what in listed])
 
 
 def fields(names: Iterable[str]) -> Callable[[str], str]:
-    """Name, docstring and fields of each class. A field's own docstring replaces what the page says of it."""
+    """Name, docstring and fields of each class. A field's docstring replaces the words that the page has for it."""
     classes = _classes(protocol.messages)
 
     def write(before: str) -> str:
@@ -139,7 +139,7 @@ def durations(before: str) -> str:
 
 
 def _classes(module: ModuleType) -> dict[str, ast.ClassDef]:
-    """By name; from the source, because docstrings of fields are nowhere else."""
+    """Classes by name. They are read from the source, because docstrings of fields are nowhere else."""
     body = ast.parse(inspect.getsource(module)).body
     return {node.name: node for node in body if isinstance(node, ast.ClassDef)}
 

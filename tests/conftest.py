@@ -1,4 +1,4 @@
-"""What all tests share: one Hypothesis profile, the small real model, and who may run beside whom."""
+"""What all tests share: one Hypothesis profile, the small real model, and which tests may run side by side."""
 
 import os
 from pathlib import Path
@@ -17,9 +17,7 @@ settings.load_profile("twopass")
 
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
-    """SmolLM2-135M-Instruct, fetched once into the cache folder. Where it cannot be had the test is skipped, but never
-    in CI.
-    """
+    """SmolLM2-135M-Instruct, fetched once into the cache folder. If that fails, the test is skipped, except in CI."""
     try:
         return demo_model_dir(print)
     except ModelError as error:
@@ -36,11 +34,11 @@ ALONE = (
     "tests/kv_transfer",
     "tests/simulator/test_fault_schedules.py",
 )
-"""Tests that start deployments, take every core or look at what processes leave on the machine: one after the other."""
+"""Tests that must run one after the other: they start deployments, take every core, or look at what processes leave."""
 
 
 class TwoLanes(LoadScopeScheduling):  # type: ignore[misc]
-    """What is `ALONE` runs in one process; the other one takes the remaining files in turn."""
+    """One process runs the tests in `ALONE`; the other one takes the remaining files in turn."""
 
     def _split_scope(self, nodeid: str) -> str:
         return "alone" if nodeid.startswith(ALONE) else nodeid.partition("::")[0]

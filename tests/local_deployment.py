@@ -1,5 +1,5 @@
-"""A whole deployment in this process: the real router core and real engines in threads, over real shared memory; no
-Ray, no sockets.
+"""A whole deployment in this process, without Ray and sockets: the real router core, and real engines in threads over
+real shared memory.
 """
 
 import queue
@@ -29,7 +29,7 @@ TICK_S = 0.05
 
 
 class LocalDeployment:
-    """`answer` blocks until every request has ended. Whatever an engine leaves behind fails the test at the end."""
+    """A deployment that answers requests. The test fails at the end if an engine leaves anything behind."""
 
     def __init__(self, config: ClusterConfig) -> None:
         self._config = config
@@ -72,7 +72,7 @@ class LocalDeployment:
         assert list(Path("/dev/shm").glob(f"{self._prefix}*")) == []
 
     def answer(self, requests: Iterable[ClientRequest]) -> dict[str, list[int]]:
-        """Tokens by request id. All are submitted at once."""
+        """Submits all requests at once, waits until each has ended, and returns their tokens by request id."""
         answers: dict[str, list[int]] = {}
         ended: dict[str, Ended] = {}
         for request in requests:
@@ -98,7 +98,7 @@ class LocalDeployment:
             self.loops[envelope.receiver].deliver(envelope)
 
     def _pump(self, until: float) -> None:
-        """Hands the router what has come, or lets it tick; then sends what it has to say."""
+        """Hands the router a message if one comes within `TICK_S`, lets it tick, and sends what is in its outbox."""
         assert time.monotonic() < until, "the deployment did not get there in time"
         try:
             for envelope in self._incoming.accept(self._inbox.get(timeout=TICK_S)):

@@ -1,4 +1,4 @@
-"""One service under test with its shell's and everybody else's part played by hand."""
+"""One service under test. The test itself plays its shell, the router and the peer."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ def key(name: str = "r", attempt: int = 1, router_epoch: int = 3) -> RequestKey:
 
 
 class World:
-    """`say` brings a message in, `step` runs one step, `sent` drains the outbox."""
+    """A service and its surroundings: `say` delivers a message, `step` runs one step, `sent` empties the outbox."""
 
     service: PrefillService | DecodeService
 
@@ -95,12 +95,12 @@ class World:
         self.service.tick()
 
     def drain(self, deadline_s: float) -> None:
-        """Told to drain, and the deadline passes."""
+        """Tells the service to drain and lets the deadline pass."""
         self.say(ROUTER, Drain(deadline_s=deadline_s))
         self.pass_time(deadline_s)
 
     def step(self) -> dict[str, int]:
-        """One whole step; what it scheduled."""
+        """Runs one whole step and returns how many tokens it scheduled of each request."""
         batch = self.service.schedule()
         if batch is None:
             return {}
@@ -138,7 +138,7 @@ class PrefillWorld(World):
 
 
 class DecodeWorld(World):
-    """Its prefill peer is an array in which a finished prompt lies."""
+    """A decode service. Its prefill peer is an array that holds a finished prompt."""
 
     service: DecodeService
 
@@ -169,7 +169,7 @@ class DecodeWorld(World):
         first_token_id: int = 77,
         **changes: Any,
     ) -> None:
-        """The prompt 1, 2, 3, ... lies in blocks 20, 21, ... of the source, under lease 9, whose word has index 2."""
+        """Offers the prompt 1, 2, 3, ... in blocks 20, 21, ... of the source, under lease 9, whose word has index 2."""
         ready = num_prompt if ready is None else ready
         final = ready == num_prompt
         tokens = np.arange(1, num_prompt + 1)

@@ -1,4 +1,4 @@
-"""What `deploy/gpu_check.py` runs: a file per section, each a generator of tables, notes and problems.
+"""The sections that `deploy/gpu_check.py` runs: one file each, whose function yields tables, notes and problems.
 
-Needs torch, Triton, numpy, safetensors and what of this project needs no more than these.
+They need torch, Triton, numpy and safetensors, and import only modules of this project that need no more.
 """

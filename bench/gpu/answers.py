@@ -1,6 +1,4 @@
-"""How two sets of answers are held against each other: floats differ with the order of their sums, and a close call may
-go either way.
-"""
+"""Compares two sets of answers. Floats differ with the order of sums, so either token of a close call is right."""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +15,8 @@ from protocol.messages import RequestKey, SamplingParams
 from router.admission import ClientRequest
 
 CLOSE_CALL = 1e-3
-"""float32 logits differ by up to 4e-5 with the order of their sums: between two tokens so close, either may be chosen.
+"""Of two tokens whose logits are closer than this, either may be chosen. float32 logits differ by up to 4e-5 with the
+order of their sums.
 """
 MAX_TOKENS, NUM_TOP = 1024, 10
 
@@ -28,8 +27,10 @@ Answers = dict[str, list[int]]
 def compare(
     what: str, requests: Sequence[ClientRequest], expected: Answers, answers: Answers, cpu: Runner
 ) -> list[Item]:
-    """A greedy answer may leave the expected one at a close call only, and `cpu` tells how close. Of the sampled ones
-    one may leave it, where a draw met an edge.
+    """Notes for answers that may differ from the expected ones, and problems for those that may not.
+
+    A greedy answer may differ from a close call on, and `cpu` tells how close the call was. One sampled answer may
+    differ, because its draw may lie next to an edge of the distribution.
     """
     items: list[Item] = []
     unlike = [asked for asked in requests if answers[asked.request_id] != expected[asked.request_id]]
@@ -53,8 +54,8 @@ def compare(
 
 
 def margin_over(runner: Runner, token_ids: Int32, other: int) -> float:
-    """By how much the likeliest next token's logit is above that of `other`; infinite where that is not among the first
-    ten.
+    """By how much the logit of the likeliest next token exceeds that of `other`; infinite if `other` is not among the
+    ten likeliest.
     """
     config = EngineConfig(max_num_batched_tokens=MAX_TOKENS, max_num_seqs=1, max_model_len=MAX_TOKENS)
     scheduler = Scheduler(config, num_blocks=2 + MAX_TOKENS // config.block_size)

@@ -1,4 +1,4 @@
-"""A process that exports caches of known content and does nothing else; it can be killed."""
+"""A process that exports caches of known content, does nothing else and can be killed."""
 
 import multiprocessing
 from contextlib import ExitStack
@@ -14,19 +14,21 @@ from kv_transfer.lease import LeaseTable
 from kv_transfer.transport import Endpoint
 
 LEASE_ID = 7
-"""Of the first lease word."""
+"""The lease id in the first lease word."""
 START_S = 60.0
 
 fork = multiprocessing.get_context("fork")
 
 
 def content(num_blocks: int, block_bytes: int, device: torch.device) -> torch.Tensor:
-    """What lies in an exported cache: int64 [num_blocks, block_bytes / 8], all numbers different."""
+    """Content of an exported cache: int64 [num_blocks, block_bytes / 8], in which all numbers differ."""
     return torch.arange(num_blocks * block_bytes // 8, device=device).view(num_blocks, -1)
 
 
 class Exporter:
-    """Start it before this process touches the device: it is a fork. `name`: of its shared memory."""
+    """The exporting process, a fork of this one. It must be started before this process touches the device. `name`
+    names its shared memory.
+    """
 
     def __init__(self, setting: Setting, name: str) -> None:
         self._wire, theirs = fork.Pipe()
@@ -45,14 +47,14 @@ class Exporter:
         self.process.join()
 
     def export(self, kind: str, num_blocks: int, block_bytes: int) -> Endpoint:
-        """In the place of what it exported before. Raises RuntimeError when the process does not answer."""
+        """Exports a new cache in place of the previous one. Raises RuntimeError when the process does not answer."""
         self._wire.send((kind, num_blocks, block_bytes))
         if not self._wire.poll(START_S):
             raise RuntimeError(f"the exporter did not answer within {START_S:g} s")
         return cast(Endpoint, self._wire.recv())
 
     def kill(self) -> None:
-        """SIGKILL; returns when it is gone."""
+        """Kills the process with SIGKILL, and returns when it is gone."""
         self.process.kill()
         self.process.join()
 

@@ -1,6 +1,4 @@
-"""The exporter is killed in the midst of a pull: the pull must end, and the importer must live and pull from another
-peer.
-"""
+"""Kills the exporter during a pull. The pull must end, and the importer must live on and pull from another peer."""
 
 import secrets
 import time
@@ -14,15 +12,17 @@ from bench.gpu.report import Cell, Column, Item, Note, Problem, Table
 from bench.gpu.setting import SHARED_MEMORY, Setting
 from bench.gpu.transfer import Importer
 from kv_transfer.device.fake_device import FakeDevice
+from kv_transfer.transport import Pending
 
 END_S = 20.0
+"""Longest wait for a pull to end after its exporter has died."""
 NUM_ROUNDS = {"cuda_ipc": 4000}
-"""Of the transports for which 60 rounds are over in no time."""
+"""Rounds over the cache of the transports for which 60 rounds are over in no time."""
 
 
 def run(setting: Setting, kind: str) -> Iterator[Item]:
-    """The pull takes the whole cache many times over, so that it lasts; the device of a rehearsal holds it until the
-    exporter is gone.
+    """The pull copies the whole cache many times, so that it takes long enough to be interrupted. In a rehearsal the
+    fake device holds the pull until the exporter is gone.
     """
     num_rounds = setting.size(NUM_ROUNDS.get(kind, 60), 20)
     torch.manual_seed(setting.seed)
@@ -40,14 +40,8 @@ def run(setting: Setting, kind: str) -> Iterator[Item]:
         pull = importer.peer.pull(src * num_rounds, dst * num_rounds)
         if fake and not fake.stalled.wait(END_S):
             yield Problem("the pull never reached its second copy")
-        victim.kill()
-        killed_at = time.monotonic()
-        under_way = not pull.poll()
-        if fake:
-            fake.resume()
-        while not pull.poll() and time.monotonic() - killed_at < END_S:
-            time.sleep(0.001)
-        ended, seconds = pull.poll(), time.monotonic() - killed_at
+        under_way, seconds = _kill_during(pull, victim, fake)
+        ended = pull.poll()
         rows: list[tuple[Cell, ...]] = [
             ("under way when the exporter was gone", str(under_way)),
             ("ended by itself", str(ended)),
@@ -77,8 +71,22 @@ def run(setting: Setting, kind: str) -> Iterator[Item]:
         )
 
 
+def _kill_during(pull: Pending, victim: Exporter, fake: FakeDevice | None) -> tuple[bool, float]:
+    """Kills the exporter and waits for the pull's end, at most `END_S`. Returns whether the pull was still under way
+    when the exporter was gone, and the seconds from then to its end.
+    """
+    victim.kill()
+    killed_at = time.monotonic()
+    under_way = not pull.poll()
+    if fake:
+        fake.resume()
+    while not pull.poll() and time.monotonic() - killed_at < END_S:
+        time.sleep(0.001)
+    return under_way, time.monotonic() - killed_at
+
+
 def _survives(setting: Setting) -> Iterator[Item]:
-    """A context that a fault has broken fails at the next call."""
+    """Checks that this process can still compute: a CUDA context that a fault has broken fails at the next call."""
     ones = torch.ones(64, 64, device=setting.device)
     if not (ones @ ones == 64).all():
         yield Problem("the importer computes wrongly after its peer's death")

@@ -1,4 +1,4 @@
-"""Answers of one engine without a service around it."""
+"""Generates answers with one engine that has no service around it."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from router.admission import ClientRequest
 
 
 class Executed:
-    """The output of a runner that can only run a step as a whole."""
+    """The output of a runner that cannot launch a step without waiting for it."""
 
     def __init__(self, output: StepOutput) -> None:
         self._output = output
@@ -28,7 +28,7 @@ class Executed:
 
 
 def some_requests(setting: Setting, vocab_size: int) -> list[ClientRequest]:
-    """Greedy and sampled ones; prompts of all lengths, every third full of repeats, for drafts to be found."""
+    """Greedy and sampled requests with prompts of all lengths. Every third prompt repeats itself, for drafts."""
     random = np.random.default_rng(setting.seed)
     count, longest, max_tokens = setting.size((24, 200, 40), (2, 12, 3))
     requests = []
@@ -56,7 +56,7 @@ def some_requests(setting: Setting, vocab_size: int) -> list[ClientRequest]:
 def engine_config(
     setting: Setting, *, num_drafts: int = 0, depth: int = 1, graph_sizes: tuple[int, ...] = ()
 ) -> EngineConfig:
-    """A budget so small that prompts are cut into chunks, and decodes share steps with them."""
+    """The budget is so small that prompts are cut into chunks and share steps with decodes."""
     return EngineConfig(
         max_num_batched_tokens=setting.size(64, 8),
         max_num_seqs=setting.size(16, 4),
@@ -70,7 +70,7 @@ def engine_config(
 
 
 def generate(runner: Runner, config: EngineConfig, requests: Sequence[ClientRequest]) -> Answers:
-    """All requests at once. With `async_scheduling` a step is launched before the one before it is known."""
+    """Answers all requests at once. With `async_scheduling` a step is launched before the previous one is known."""
     scheduler = Scheduler(config, num_blocks=config.num_blocks, proposer=NGramProposer())
     for request_number, asked in enumerate(requests):
         assert asked.max_tokens is not None

@@ -1,5 +1,5 @@
-"""Every kernel against `engine/kernels/reference.py`, which computes in float64, or the CPU's sampling; fresh random
-inputs.
+"""Compares every kernel with `engine/kernels/reference.py`, which computes in float64, or with the CPU's sampling. The
+inputs are random.
 """
 
 import math
@@ -23,10 +23,10 @@ from protocol.messages import SamplingParams
 GEMMA = Heads(num_heads=4, num_kv_heads=1, head_dim=256)
 PHI_MINI = Heads(num_heads=2, num_kv_heads=2, head_dim=96)
 LIMIT = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
-"""Of the error of a row, relative. bf16 rounds to 8 bits: 2^-9 each time a value passes through it."""
+"""Limit of a row's relative error. bfloat16 keeps 8 bits: each rounding moves a value by up to 2^-9 of it."""
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-"""What the kernel wrote, and what the reference did."""
+"""What the kernel wrote, and what the reference wrote."""
 
 
 class Case(NamedTuple):
@@ -34,7 +34,7 @@ class Case(NamedTuple):
     shape: str
     run: Callable[[torch.dtype], list[Pair]]
     every_dtype: bool = True
-    """False: in the model's alone. Each costs a kernel that is compiled for it."""
+    """Whether all dtypes are tried, or only the first. Each dtype costs the compilation of a kernel."""
 
 
 def run(setting: Setting) -> Iterator[Item]:
@@ -64,7 +64,7 @@ def _errors(setting: Setting, title: str, cases: list[Case]) -> Iterator[Item]:
 
 
 def relative_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
-    """The worst row's; infinite where anything is NaN."""
+    """Error of the worst row; infinite if anything is NaN."""
     a, b = ours.double().flatten(0, -2), expected.double().flatten(0, -2)
     error = ((a - b).norm(dim=-1) / b.norm(dim=-1).clamp_min(1e-30)).max().item()
     return math.inf if math.isnan(error) else error
@@ -127,7 +127,7 @@ def _row_cases(setting: Setting) -> list[Case]:
 def _rope(
     setting: Setting, heads: Heads, num_tokens: int, dtype: torch.dtype, *, normed: bool, rotary_dim: int
 ) -> list[Pair]:
-    """Every third token is padding and must leave the cache alone."""
+    """Every third token is padding, for which nothing may be written to the cache."""
     half, num_blocks, device = rotary_dim // 2, num_tokens // heads.block_size + 2, setting.device
     qkv = torch.randn(num_tokens, (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim).to(device, dtype)
     angles = torch.rand(4 * num_tokens, half, device=device) * 6.3
@@ -145,8 +145,8 @@ def _rope(
 
 
 def _attention_cases(setting: Setting) -> list[Case]:
-    """Prompt chunks and decodes in one launch, decodes alone, split keys; grouped heads; contexts at the edges of
-    blocks and tiles.
+    """The cases have prompt chunks and decodes in one launch, decodes alone, split keys, groups of heads of several
+    sizes, and contexts at the edges of blocks and tiles.
     """
     group = {
         4: setting.size(LLAMA_8B, Heads(num_heads=4, num_kv_heads=1, head_dim=128)),
@@ -203,7 +203,7 @@ def _attention(paged: Paged, num_splits: int, window: int) -> list[Pair]:
 
 
 def _exact(setting: Setting) -> Iterator[Item]:
-    """Copies of blocks, in a cache that a 32-bit offset does not reach across; greedy choice."""
+    """Checks copies of blocks, in a cache that is too large for 32-bit offsets, and the greedy choice."""
     width, num_blocks = setting.size((1 << 20, 2200), (1 << 9, 20))
     device = setting.device
     cache = torch.empty(num_blocks, width, dtype=torch.bfloat16, device=device).normal_()
@@ -231,7 +231,7 @@ def _exact(setting: Setting) -> Iterator[Item]:
 
 
 def _sampling(setting: Setting) -> Iterator[Item]:
-    """Penalties, filters and draws of the device against `engine/sampling.py`, on one set of logits."""
+    """Compares the device's penalties, filters and draws with `engine/sampling.py` on the same logits."""
     num_rows, vocab_size, num_known = setting.size((96, 128256, 900), (8, 5000, 20))
     options: list[dict[str, float]] = [
         {},
@@ -261,9 +261,8 @@ def _sampling(setting: Setting) -> Iterator[Item]:
     num_unlike = int((chosen != expected).sum())
     columns = Column("rows"), Column("vocabulary"), Column("other token")
     yield Table("penalise and sample against the CPU", columns, [(num_rows, vocab_size, num_unlike)])
-    if (
-        num_unlike > num_rows // 50
-    ):  # the device's exp differs in the last bit: a draw may fall on the other side of an edge, hardly ever
+    # The device's exp differs in the last bit, so once in a while a draw falls on the other side of an edge.
+    if num_unlike > num_rows // 50:
         yield Problem(f"sample: {num_unlike} of {num_rows} rows chose another token than the CPU")
 
 

@@ -1,5 +1,5 @@
-"""Each kernel at 8B's shapes: its time against its floor, attention against torch's own on contiguous keys and
-values.
+"""Measures each kernel at the shapes of an 8B model and compares it with its floor. Attention is also compared with
+torch's own on contiguous keys and values.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from engine.kernels import block_copy, gated_activation, paged_attention, rms_no
 
 
 class Work(NamedTuple):
-    """One launch. `num_bytes`: read and written at least."""
+    """One launch of a kernel. `num_bytes` is the least that it must read and write."""
 
     kernel: str
     shape: str
@@ -25,9 +25,9 @@ class Work(NamedTuple):
     num_bytes: int
     flops: int = 0
     peer: Callable[[], float] | None = None
-    """Seconds of torch's SDPA for the same."""
+    """Measures the seconds that torch's SDPA takes for the same work."""
     prepare: Callable[[], object] = lambda: None
-    """Untimed, before each call: restores what a call uses up."""
+    """Runs before each call and is not timed. It restores what a call overwrites."""
 
 
 def run(setting: Setting) -> Iterator[Item]:
@@ -53,8 +53,8 @@ def run(setting: Setting) -> Iterator[Item]:
     )
     yield Note("median of 20 between CUDA events, 512 MB overwritten before each: nothing is found in the L2 cache")
     yield Note(
-        "SDPA: contiguous keys and values, no cache to look up; decodes with the group's heads as queries, the faster "
-        "of two ways else"
+        "SDPA: contiguous keys and values, no cache to look up; "
+        "decodes with the group's heads as queries, the faster of two ways else"
     )
 
 
@@ -65,7 +65,7 @@ def _row(work: Work, watch: Stopwatch, floors: Floors) -> tuple[Cell, ...]:
 
 
 def _attention_works(setting: Setting, watch: Stopwatch) -> Iterator[Work]:
-    """One case at a time holds its cache."""
+    """Yields one case at a time, so that only one of the caches is in memory."""
     heads = setting.size(LLAMA_8B, Heads(num_heads=4, num_kv_heads=1, head_dim=64))
     multiprocessors = setting.size(0, 8) or torch.cuda.get_device_properties(0).multi_processor_count
     for batch, context in setting.size(
@@ -90,7 +90,7 @@ def _attention_work(paged: Paged, shape: str, splits: int, peer: Callable[[], fl
 
 
 def _decode_by_torch(paged: Paged, watch: Stopwatch) -> float:
-    """The heads of a group see the same keys: they are the queries of one head."""
+    """The heads of a group see the same keys, so SDPA gets them as the queries of one head."""
     batch, heads, context = len(paged.queries), paged.heads, paged.contexts[0]
     shape = batch, heads.num_kv_heads, context, heads.head_dim
     k, v = (torch.empty(shape, dtype=paged.q.dtype, device=paged.q.device).normal_() for _ in range(2))
@@ -99,7 +99,7 @@ def _decode_by_torch(paged: Paged, watch: Stopwatch) -> float:
 
 
 def _prefill_by_torch(paged: Paged, watch: Stopwatch) -> float:
-    """The faster of: heads grouped by SDPA itself, keys and values repeated for every head beforehand."""
+    """The faster of two ways: SDPA groups the heads itself, or keys and values are repeated for every head before."""
     heads = paged.heads
     q = paged.q.transpose(0, 1)[None].contiguous()
     k, v = (torch.randn_like(q[:, : heads.num_kv_heads]) for _ in range(2))
@@ -127,7 +127,7 @@ def _other_works(setting: Setting) -> Iterator[Work]:
 
 
 class Random:
-    """Normally distributed tensors of the setting's device, in the model's dtype unless told otherwise."""
+    """Makes normally distributed tensors on the setting's device, by default in the model's dtype."""
 
     def __init__(self, setting: Setting) -> None:
         self._device, self._dtype = setting.device, setting.model_dtype

@@ -1,8 +1,8 @@
-"""Attention over a cache of 32 GB: block-major, as it is kept, against layer-major. One kernel, the same tables; only
-strides differ.
+"""Compares attention over two layouts of a cache of 32 GB: block-major, which the engines use, and layer-major. Kernel
+and block tables are the same, only strides differ.
 
-Block-major puts one layer's piece of a block 2 MiB (8B) from that of the next block; layer-major puts all blocks of a
-layer side by side.
+In the block-major cache of an 8B model, one layer's pieces of two consecutive blocks are 2 MiB apart. In a layer-major
+one all blocks of a layer lie side by side.
 """
 
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ def run(setting: Setting) -> Iterator[Item]:
     for batch, context in setting.size(((8, 1024), (64, 1024), (64, 2048), (8, 16384)), ((2, 33),)):
         times = {}
         for name, cache in caches.items():
-            torch.manual_seed(setting.seed)  # the same tables for both
+            torch.manual_seed(setting.seed)  # gives both layouts the same block tables
             paged = over_cache(setting, heads, [1] * batch, [context] * batch, cache)
             times[name] = watch.device_s(partial(_next_layer, paged, cycle(range(num_layers))))
         block_major, layer_major = times["block-major"] * 1e6, times["layer-major"] * 1e6
@@ -58,5 +58,5 @@ def _next_layer(paged: Paged, layers: Iterator[int]) -> None:
 
 
 def _affordable_bytes() -> int:
-    """32 GB, or what is free without the last 4 GB."""
+    """32 GB, or less where only 4 GB would stay free."""
     return int(min(32e9, torch.cuda.mem_get_info()[0] - 4e9))

@@ -1,4 +1,4 @@
-"""Models of random weights, and the caches that runners compute them in."""
+"""Models with random weights, their KV caches and their runners."""
 
 import torch
 
@@ -12,11 +12,11 @@ from engine.runners.torch_cpu import TorchCPURunner
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 512
-"""Of the caches in which small models answer."""
+"""KV blocks of the caches of small models."""
 
 
 def small_config(setting: Setting) -> ModelConfig:
-    """Three query heads a group; small enough for the CPU to compute every answer too."""
+    """Each group has three query heads. The model is small enough for the CPU to compute every answer too."""
     return ModelConfig(
         architecture="LlamaForCausalLM",
         vocab_size=setting.size(4001, 97),
@@ -56,8 +56,8 @@ def large_config(setting: Setting) -> ModelConfig:
 def random_model(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int, *, drawn_on: torch.device
 ) -> Decoder:
-    """Weights of a size that keeps activations near one, so that attention matters. Another kind of `drawn_on` draws
-    other weights.
+    """A model whose weights keep activations near one, so that attention matters. The same seed gives other weights on
+    another kind of `drawn_on`.
     """
     generator = torch.Generator(drawn_on).manual_seed(seed)
     shapes = expected_shapes(config)
@@ -72,7 +72,7 @@ def random_model(
 
 
 def small_model(setting: Setting, device: torch.device) -> Decoder:
-    """float32, the same weights on every device."""
+    """A small model in float32 with the same weights on every device."""
     return random_model(small_config(setting), torch.float32, device, setting.seed, drawn_on=torch.device("cpu"))
 
 
@@ -83,7 +83,7 @@ def large_model(setting: Setting) -> Decoder:
 
 
 def make_cache(model: Decoder, num_blocks: int) -> torch.Tensor:
-    """Flat uint8, on the model's device; random KV, since a step's time may depend on what it computes with."""
+    """A flat uint8 cache on the model's device. It holds random KV, because a step's time may depend on the values."""
     cache = torch.empty(num_blocks * block_bytes(model, BLOCK_SIZE), dtype=torch.uint8, device=model.embed.device)
     for piece in cache.view(model.dtype).split(1 << 30):
         piece.normal_()
@@ -97,6 +97,6 @@ def cpu_runner(model: Decoder, num_blocks: int) -> TorchCPURunner:
 
 
 def gpu_runner(model: Decoder, cache: torch.Tensor, graph_sizes: tuple[int, ...] = ()) -> CUDARunner:
-    """The interpreted one in a rehearsal."""
+    """The GPU's runner. In a rehearsal its kernels are interpreted."""
     max_model_len = model.config.max_position_embeddings
     return CUDARunner(model, cache, block_size=BLOCK_SIZE, max_model_len=max_model_len, graph_sizes=graph_sizes)

@@ -1,4 +1,4 @@
-"""A cache full of random KV and the queries of one step over it: what attention is given."""
+"""The inputs of attention: a cache of random KV, and the queries of one step over it."""
 
 from dataclasses import dataclass
 
@@ -21,20 +21,20 @@ LLAMA_8B = Heads(num_heads=32, num_kv_heads=8, head_dim=128)
 
 @dataclass(slots=True, kw_only=True)
 class Paged:
-    """Sequence b brings queries[b] tokens and has contexts[b] in the cache. Its blocks are scattered; block 0 belongs
-    to nobody.
+    """Sequence b has queries[b] tokens in this step and contexts[b] tokens in the cache. Its blocks are scattered. No
+    sequence owns block 0.
     """
 
     heads: Heads
     queries: list[int]
     contexts: list[int]
     q: torch.Tensor
-    """[sum(queries), num_heads, head_dim]; `out` likewise"""
+    """[sum(queries), num_heads, head_dim]; `out` has the same shape."""
     cache: torch.Tensor
     block_tables: torch.Tensor
     starts: torch.Tensor
     lengths: torch.Tensor
-    """int32 [B]: the contexts, on the device"""
+    """int32 [B]: the contexts, on the device."""
     out: torch.Tensor
 
     def run(self, layer: int = 0, num_splits: int = 1, workspace: torch.Tensor | None = None, window: int = 0) -> None:
@@ -52,13 +52,13 @@ class Paged:
 
     @property
     def num_bytes(self) -> int:
-        """Read and written at least: every key and value once, queries and results."""
+        """The least that is read and written: every key and value once, the queries and the results."""
         kv = sum(self.contexts) * 2 * self.heads.num_kv_heads * self.heads.head_dim
         return (kv + 2 * self.q.numel()) * self.q.element_size()
 
     @property
     def flops(self) -> int:
-        """Of the scores and of the weighted sum, keys that a query may not see left out."""
+        """Operations of the scores and of the weighted sums, without keys that a query may not see."""
         seen = sum(n * context - n * (n - 1) // 2 for n, context in zip(self.queries, self.contexts, strict=True))
         return 4 * seen * self.heads.num_heads * self.heads.head_dim
 
@@ -73,7 +73,7 @@ def make_paged(
 
 
 def over_cache(setting: Setting, heads: Heads, queries: list[int], contexts: list[int], cache: torch.Tensor) -> Paged:
-    """`cache`: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim] with any strides but the last."""
+    """`cache` is [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]; its last stride is 1."""
     device, per_sequence = setting.device, [-(-context // heads.block_size) for context in contexts]
     ids = (torch.randperm(len(cache) - 1) + 1)[: sum(per_sequence)].split(per_sequence)
     block_tables = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(torch.int32)

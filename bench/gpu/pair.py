@@ -1,4 +1,6 @@
-"""Prefill and decode as two processes on one GPU, over each transport: the answers of one engine that does both."""
+"""Runs prefill and decode as two processes on one GPU over each transport, and compares their answers with those of one
+engine that does both.
+"""
 
 import secrets
 from collections.abc import Iterator
@@ -36,9 +38,8 @@ def run(setting: Setting) -> Iterator[Item]:
             yield Problem(f"{what}: the decode engine reports transport {status.transport!r}")
     columns = Column("how"), Column("answers"), Column("prompt tokens transferred"), Column("transferred", "bytes")
     yield Table("a small random model in float32, real services and loops, two processes on one GPU", columns, rows)
-    cpu = cpu_runner(
-        small_model(setting, torch.device("cpu")), NUM_BLOCKS
-    )  # after the forks: torch's threads would not survive them
+    # The CPU's runner comes after the forks, because torch's threads would not survive them.
+    cpu = cpu_runner(small_model(setting, torch.device("cpu")), NUM_BLOCKS)
     expected = generate(cpu, engine_config(setting), requests)
     for what, got in answers.items():
         yield from compare(what, requests, expected, got, cpu)
@@ -48,12 +49,11 @@ def run(setting: Setting) -> Iterator[Item]:
 
 
 def _answer(setting: Setting, what: str, requests: list[ClientRequest]) -> tuple[Answers, ReplicaStatus]:
-    """Answers, and what the decode engine says once it has counted all of them."""
+    """The answers, and the decode engine's status once it has counted all of their tokens."""
     roles: list[PoolName] = ["decode"] if what == COLOCATED else ["prefill", "decode"]
     kind = AUTO if what == COLOCATED else what
     with Deployment(setting, kind, roles, f"{SHARED_MEMORY}{secrets.token_hex(4)}") as deployment:
         answers = deployment.answer(requests)
-        generated_here = sum(
-            len(answer) - len(roles) + 1 for answer in answers.values()
-        )  # each first token is the prefill engine's
+        # With two engines, the prefill engine generates the first token of each answer.
+        generated_here = sum(len(answer) - len(roles) + 1 for answer in answers.values())
         return answers, deployment.settled("decode-0", "generated_tokens", generated_here)

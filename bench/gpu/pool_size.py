@@ -1,5 +1,5 @@
-"""How many KV blocks the profile run finds room for beside an 8B-shaped model, and whether the largest step then really
-fits.
+"""Reports how many KV blocks the profile run finds room for beside an 8B-shaped model, and checks that the largest step
+then really fits.
 """
 
 from collections.abc import Iterator
@@ -45,6 +45,6 @@ def run(setting: Setting) -> Iterator[Item]:
         [(*row, num_blocks, num_bytes / 1e9, free_bytes / 1e9, output.seconds * 1000)],
     )
     yield Note(
-        "the cache was allocated, graphs captured and the largest step computed in what the profile run left: nothing "
-        "ran out of memory"
+        "the cache was allocated, graphs captured and the largest step computed in what the profile run left: "
+        "nothing ran out of memory"
     )

@@ -1,7 +1,7 @@
-"""What a section finds, as text and as JSON. A figure is a cell of a table; its unit stands in the head of its column.
+"""The findings of a section, as text and as JSON. A figure is a cell of a table, and its column's head names its unit.
 
-A column whose figures depend on the machine's speed is `measured`: a rehearsal computes them too, but reports none of
-them.
+A column is `measured` if its figures depend on the machine's speed. A rehearsal computes such figures too, but does not
+report them.
 """
 
 from dataclasses import dataclass, field
@@ -23,25 +23,25 @@ class Table(NamedTuple):
 
 
 class Note(NamedTuple):
-    """How something was done, or what could not be."""
+    """How something was done, or what could not be done."""
 
     text: str
 
 
 class Problem(NamedTuple):
-    """Something is wrong: the section fails."""
+    """Something is wrong, and the section fails."""
 
     text: str
 
 
 class NotRun(NamedTuple):
-    """The section, as a whole, cannot be run here."""
+    """The whole section cannot run on this machine."""
 
     why: str
 
 
 class Facts(NamedTuple):
-    """About the machine."""
+    """Facts about the machine."""
 
     values: dict[str, Cell]
 
@@ -51,12 +51,12 @@ Item = Table | Note | Problem | NotRun | Facts
 
 @dataclass(slots=True)
 class Section:
-    """The outcome of one section, filled while it runs."""
+    """The outcome of one section, which is filled while the section runs."""
 
     name: str
     rehearsal: bool
     status: str = "ok"
-    """ok, failed or not run"""
+    """One of "ok", "failed" and "not run"."""
     seconds: float = 0.0
     why: str = ""
     tables: list[Table] = field(default_factory=list)
@@ -108,8 +108,8 @@ class Section:
 
 
 def render(table: Table, missing: str = "-") -> list[str]:
-    """Title, head with units, rows; text to the left, figures to the right. `missing` stands for figures that are not
-    there.
+    """Lines of the title, the head with units, and the rows. Text is aligned to the left and figures to the right.
+    `missing` is shown for a figure that is None.
     """
     heads = [f"{column.name} [{column.unit}]" if column.unit else column.name for column in table.columns]
     cells = [[_cell(value, missing) for value in row] for row in table.rows]

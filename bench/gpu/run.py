@@ -1,12 +1,10 @@
-"""Runs the sections one after the other, each in a process of its own, and reports: `deploy/gpu_check.py` is the way
-in.
+"""Runs the sections one after the other, each in a process of its own, and reports. `deploy/gpu_check.py` starts it.
 
-1. This process imports torch and never touches the device: every section is a fork of it, with a CUDA context to
-   itself.
-2. A section hands over what it finds as it finds it. If it crashes, or outlives its time box, what came before is kept.
-3. Its process group is killed when it has ended: no engine that it started stays behind.
-4. Sections stand in the order of their weight. One that the total leaves no time for is not run, and the report says
-   so.
+1. This process imports torch but never touches the device. Every section is a fork of it with a CUDA context of its
+   own.
+2. A section sends each finding at once. If it crashes or exceeds its time limit, what it has sent before is kept.
+3. The process group of a section is killed at its end, so no engine that it has started is left.
+4. The most important sections come first. A section for which no time is left is not run, and the report says so.
 """
 
 import argparse
@@ -42,7 +40,7 @@ fork = multiprocessing.get_context("fork")
 class Plan(NamedTuple):
     name: str
     module: str
-    """Imported by the section's own process, so that one that cannot be imported harms no other."""
+    """Imported in the section's own process, so that an import error fails only this section."""
     limit_s: float
     function: str = "run"
     arguments: tuple[str, ...] = ()
@@ -66,7 +64,7 @@ SECTIONS = (
 
 
 def main() -> int:
-    """Exit status: 0 where no section failed, 1 where one did, 2 where there is no GPU."""
+    """Returns the exit status: 0 if no section failed, 1 if one did, 2 if there is no GPU."""
     parser = argparse.ArgumentParser(
         description="Correctness and speed of kernels, runner and transports on one NVIDIA GPU."
     )
@@ -87,7 +85,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if not arguments.rehearse:
         try:
-            load_library()  # no more: a process that has called CUDA cannot be forked
+            load_library()  # nothing more: a process that has called CUDA cannot be forked
         except ConfigError as error:
             parser.exit(2, f"no GPU here: {error}; `--rehearse` walks the same path without one\n")
     seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
@@ -136,9 +134,8 @@ def run_section(plan: Plan, setting: Setting, limit_s: float) -> Section:
     receiver, sender = fork.Pipe(duplex=False)
     process = fork.Process(target=_work, args=(plan, setting, sender))
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # of forks beside threads: numpy's wait for work, and survive a fork
+        # Python warns of forks beside threads. Those of numpy only wait for work, and survive a fork.
+        warnings.simplefilter("ignore", DeprecationWarning)
         process.start()
     sender.close()
     try:
@@ -154,10 +151,10 @@ def run_section(plan: Plan, setting: Setting, limit_s: float) -> Section:
 
 
 def _items(receiver: "Connection[Any, Any]", process: ForkProcess, limit_s: float) -> Iterator[Item]:
-    """What the section sends; if it does not end as it should, why."""
+    """Yields what the section sends. If it does not end as it should, the last item is a problem that says why."""
     until = time.monotonic() + limit_s
     assert process.pid is not None
-    death = os.pidfd_open(process.pid)  # engines that it has started keep both its pipe and its sentinel open
+    death = os.pidfd_open(process.pid)  # its engines keep its pipe and its sentinel open
     try:
         while ready := wait([receiver, death], max(0.0, until - time.monotonic())):
             try:
@@ -177,7 +174,7 @@ def _items(receiver: "Connection[Any, Any]", process: ForkProcess, limit_s: floa
 
 
 def _work(plan: Plan, setting: Setting, sender: "Connection[Any, Any]") -> None:
-    """Sends every item, then None. Whatever ends the section early is its last problem."""
+    """Sends every item, then None. If an exception ends the section early, it is sent as the last problem."""
     os.setsid()
     try:
         for item in getattr(import_module(plan.module), plan.function)(setting, *plan.arguments):
@@ -191,7 +188,7 @@ def _work(plan: Plan, setting: Setting, sender: "Connection[Any, Any]") -> None:
 
 
 def _kill_group(pid: int | None) -> None:
-    """The section's own process group: what it started, and itself."""
+    """Kills the process group of a section: the section itself and all that it has started."""
     if pid is not None:
         try:
             os.killpg(pid, signal.SIGKILL)

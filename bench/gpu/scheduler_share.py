@@ -1,6 +1,4 @@
-"""How much of a step the scheduler takes: the real one, an 8B-shaped model of random weights, every sequence a
-decode.
-"""
+"""Measures the scheduler's share of a step, with an 8B-shaped model of random weights and decodes only."""
 
 import time
 from collections import deque
@@ -25,11 +23,11 @@ from protocol.messages import RequestKey, SamplingParams
 
 @dataclass(slots=True)
 class Seconds:
-    """Of each step."""
+    """Seconds of the parts of each step."""
 
     schedule: list[float] = field(default_factory=list)
     launch: list[float] = field(default_factory=list)
-    """Laying the batch flat and giving the device its orders."""
+    """Preparing the flat batch and launching its work on the device."""
     wait: list[float] = field(default_factory=list)
     commit: list[float] = field(default_factory=list)
     whole: list[float] = field(default_factory=list)
@@ -74,7 +72,7 @@ def run(setting: Setting) -> Iterator[Item]:
 
 
 def drive(runner: CUDARunner, config: EngineConfig, prompt: int, num_steps: int, seed: int) -> Seconds:
-    """Times `num_steps` steps once all prompts are computed."""
+    """Computes all prompts, then measures `num_steps` steps of decodes."""
     random = np.random.default_rng(seed)
     scheduler = Scheduler(config, num_blocks=config.num_blocks)
     for request_number in range(config.max_num_seqs):

@@ -1,5 +1,5 @@
-"""Where and how the sections run: on a GPU at full size, or rehearsed on CPU tensors with interpreted kernels at the
-smallest.
+"""The setting in which the sections run: on a GPU at full size, or as a rehearsal with the smallest shapes, on CPU
+tensors with interpreted kernels.
 """
 
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from kv_transfer.transports.registry import TRANSPORTS
 
 T = TypeVar("T")
 SHARED_MEMORY = "gpu-check-"
-"""Begins the name of every segment that a section makes."""
+"""Begins the name of every shared-memory segment that a section makes."""
 ROOT = Path(__file__).parents[2]
-"""Of the checkout."""
+"""Root of the source tree."""
 
 
 GPU_TRANSPORTS = tuple(transport.KIND for transport in TRANSPORTS if transport.MEMORY == ("GPU",))
@@ -26,19 +26,19 @@ class Setting:
     rehearsal: bool
     seed: int
     model_dir: Path | None = None
-    """A SmolLM2-135M-Instruct, whose golden tokens are known; None: only random models."""
+    """Directory of SmolLM2-135M-Instruct, whose golden tokens are known. None: only random models are run."""
 
     @property
     def device(self) -> torch.device:
         return torch.device("cpu" if self.rehearsal else "cuda:0")
 
     def size(self, real: T, rehearsed: T) -> T:
-        """What is run on a GPU, and what stands for it in a rehearsal."""
+        """`real` on a GPU, `rehearsed` in a rehearsal."""
         return rehearsed if self.rehearsal else real
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """The interpreter cuts bf16 off where a GPU rounds: a rehearsal does without."""
+        """The dtypes to try. A rehearsal leaves bfloat16 out, because the interpreter truncates where a GPU rounds."""
         return self.size((torch.bfloat16, torch.float16, torch.float32), (torch.float16, torch.float32))
 
     @property

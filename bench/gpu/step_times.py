@@ -1,5 +1,5 @@
-"""Steps of an 8B-shaped model of random weights: decodes at several batch sizes, with and without graphs, and whole
-prompts.
+"""Measures steps of an 8B-shaped model of random weights: decodes at several batch sizes, with and without graphs, and
+whole prompts.
 """
 
 from collections.abc import Iterator
@@ -44,8 +44,8 @@ def run(setting: Setting) -> Iterator[Item]:
         )
         if not (plain.execute(batch).token_ids == graphs.execute(batch).token_ids).all():
             yield Note(
-                f"{size} decodes: not all of the tokens with a graph are those without: close calls between random "
-                "logits, or worse"
+                f"{size} decodes: not all of the tokens with a graph are those without: "
+                "close calls between random logits, or worse"
             )
     yield Table(f"{_title(setting, model.config)}, decodes at a context of {context}", columns, rows)
     yield Table(
@@ -54,12 +54,12 @@ def run(setting: Setting) -> Iterator[Item]:
         [_prompt_row(plain, n, num_blocks, floors, watch) for n in prompts],
     )
     yield Note(
-        f"step: from the batch to its tokens on the host, median of {num_steps}; device: between its events, the same "
-        "steps"
+        f"step: from the batch to its tokens on the host, median of {num_steps}; "
+        "device: between its events, the same steps"
     )
     yield Note(
-        f"launched ahead: a step is launched before the one before it is waited for; the time of {num_steps} such "
-        f"steps by {num_steps}"
+        "launched ahead: a step is launched before the one before it is waited for; "
+        f"the time of {num_steps} such steps by {num_steps}"
     )
     yield Note(
         "floor: weights and the contexts' KV once over the measured copy; prompts: FLOPs of linears and attention "
@@ -107,7 +107,7 @@ def _prompt_row(runner: CUDARunner, length: int, num_blocks: int, floors: Floors
     batch = prompt_batch(length, num_blocks)
     step_s = watch.wall_s(lambda: device.append(runner.execute(batch).seconds), 5)
     config = runner.model.config
-    head = config.vocab_size * config.hidden_size  # for one token only
+    head = config.vocab_size * config.hidden_size  # computed for one token only
     attention = 4 * config.num_layers * config.num_heads * config.head_dim * (length * (length + 1) // 2)
     flops = 2 * length * (_weights(config) - head) + 2 * head + attention
     floor_s = floors.least_s(_weights(config) * runner.model.dtype.itemsize, flops)
@@ -115,12 +115,12 @@ def _prompt_row(runner: CUDARunner, length: int, num_blocks: int, floors: Floors
 
 
 def _weights(config: ModelConfig) -> int:
-    """Elements that a step reads: of the embedding only the tokens' rows, unless it is the head too."""
+    """Weights that a step reads. An embedding that is not the head too does not count: only tokens' rows are read."""
     return num_parameters(config) - (0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size)
 
 
 def decode_batch(num_sequences: int, context: int, num_blocks: int) -> Batch:
-    """One token each, the last of `context`; blocks scattered."""
+    """A step in which every sequence decodes the last token of its `context`. The blocks are scattered."""
     return _batch(num_sequences, context - 1, 1, num_blocks)
 
 

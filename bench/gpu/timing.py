@@ -1,8 +1,7 @@
-"""Times, and the floors that they are held against: what this card copies and multiplies at best, measured with the
-same clock.
+"""Measures times, and the floors to compare them with: the card's fastest copies and matmuls, measured the same way.
 
-On a GPU a time is the median between two CUDA events. Before each call 512 MB are overwritten, so that no input is
-found in the L2 cache and the host is ahead of the device when the call begins. A rehearsal calls once.
+On a GPU a time is the median of the times between two CUDA events. Before each call 512 MB are overwritten, so that no
+input is in the L2 cache and the host is ahead of the device when the call begins. A rehearsal calls once.
 """
 
 import time
@@ -26,8 +25,8 @@ class Stopwatch:
     def device_s(
         self, call: Callable[[], object], num: int = 20, prepare: Callable[[], object] = lambda: None
     ) -> float:
-        """Seconds that the device takes for what `call` launches: median of `num`. `prepare` runs untimed before
-        each.
+        """Seconds that the device takes for what `call` launches, the median of `num` calls. `prepare` runs before each
+        of them and is not timed.
         """
         prepare()
         if self._rehearsal:
@@ -46,7 +45,7 @@ class Stopwatch:
         return seconds
 
     def wall_s(self, call: Callable[[], object], num: int = 20) -> float:
-        """Seconds until a `call` that waits for the device itself returns: median of `num`."""
+        """Seconds that a `call` which waits for the device takes, the median of `num` calls."""
         if self._rehearsal:
             return _wall_s(call)
         for _ in range(NUM_WARMUPS):
@@ -62,15 +61,16 @@ def _wall_s(call: Callable[[], object]) -> float:
 
 class Floors(NamedTuple):
     copy_bytes_s: float
-    """Device to device, bytes read and bytes written together, per second."""
+    """Bytes read plus bytes written per second by a copy from device to device."""
     to_device_bytes_s: float
-    """From pinned host memory."""
+    """Bytes per second from pinned host memory to the device."""
     to_host_bytes_s: float
+    """Bytes per second from the device to pinned host memory."""
     matmul_flops: float
-    """bf16, per second; a multiplication and its addition are two."""
+    """Operations per second of a matmul in the model's dtype. A multiplication and its addition are two."""
 
     def least_s(self, num_bytes: float, flops: float = 0.0) -> float:
-        """No kernel that moves so much and multiplies so often on tensor cores can be faster."""
+        """The least seconds of a kernel that moves `num_bytes` and computes `flops` on tensor cores."""
         return max(num_bytes / self.copy_bytes_s, flops / self.matmul_flops)
 
 

@@ -1,5 +1,5 @@
-"""Whole answers: the runner with our kernels against torch on the CPU, in every way of running steps; a real model's
-known answers.
+"""Compares whole answers of the runner with our kernels with those of torch on the CPU, for every way to run steps, and
+a real model's answers with its golden ones.
 """
 
 import json
@@ -21,7 +21,7 @@ from protocol.messages import SamplingParams
 from router.admission import ClientRequest
 
 GOLDEN = ROOT / "tests" / "data" / "golden_smollm2.json"
-"""Greedy answers of an independent float32 forward; no two tokens of it are closer than 0.005."""
+"""Greedy answers of an independent float32 forward pass. The gap between its two likeliest tokens is 0.005 at least."""
 
 
 def run(setting: Setting) -> Iterator[Item]:

@@ -1,4 +1,4 @@
-"""How fast blocks move between two processes on one GPU, by block size, over each transport; every byte is compared."""
+"""Measures how fast blocks move between two processes on one GPU, by block size and transport. Compares every byte."""
 
 import logging
 import queue
@@ -38,7 +38,7 @@ class Importer:
         self.peer: Peer = self._transport.connect(endpoint)
 
     def pull_s(self, src: list[int], dst: list[int]) -> float:
-        """Seconds from the call until the last byte has arrived. Raises RuntimeError if one did not."""
+        """Seconds from the call until the last byte has arrived. Raises RuntimeError if the pull fails."""
         started = time.perf_counter()
         pull = self.peer.pull(src, dst)
         seconds = self._ended.get() - started
@@ -96,17 +96,17 @@ def run(setting: Setting) -> Iterator[Item]:
     )
     yield Table(f"pulls of {cache_bytes >> 10} KiB, of {MAX_BLOCKS} blocks at most", columns, rows)
     yield Note(
-        f"from the call until the pull is terminal, median of {NUM_REPEATS}; each byte counted once; both processes "
-        "on one GPU"
+        f"from the call until the pull is terminal, median of {NUM_REPEATS}; each byte counted once; "
+        "both processes on one GPU"
     )
     yield Note(
-        "neighbours: one run of ascending ids; over cuda_ipc runs below 64 KiB are moved by a kernel, others by copy "
-        "engines"
+        "neighbours: one run of ascending ids; "
+        "over cuda_ipc runs below 64 KiB are moved by a kernel, others by copy engines"
     )
 
 
 def _auto(setting: Setting, exporter: Exporter, device: Device, num_blocks: int, block_bytes: int) -> Iterator[Item]:
-    """What `transport: auto` takes here, and why."""
+    """Yields notes about the transport that `auto` chooses here, and why."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]

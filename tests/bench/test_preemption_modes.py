@@ -1,4 +1,4 @@
-"""The comparison of preemption modes, with costs given instead of measured."""
+"""Runs the comparison of preemption modes with given costs instead of measured ones."""
 
 from bench.preemption_modes import MeasuredCosts, run_mode
 

@@ -1,4 +1,4 @@
-"""The scheduler's benchmark runs and says what it measured."""
+"""The scheduler's benchmark runs and prints what it has measured."""
 
 import json
 

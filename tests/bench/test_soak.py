@@ -1,4 +1,4 @@
-"""That the soak's verdict is right, and that it runs."""
+"""The soak test runs, and its verdict is right."""
 
 import json
 import subprocess

@@ -1,5 +1,5 @@
-"""A pair of engines built from a configuration, without Ray: two loops in this process, real shared memory, a router of
-three lines.
+"""Builds a pair of engines from a configuration, without Ray: two loops in this process, real shared memory, and a test
+that plays the router.
 """
 
 import queue
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from cluster import build
+from cluster import build, served_model
 from cluster.config import ClusterConfig, load
 from engine.loop import EngineLoop
 from engine.runners.arithmetic_model import expected_tokens
@@ -40,7 +40,7 @@ def small(*overrides: str) -> ClusterConfig:
 
 
 class Wire:
-    """Carries envelopes between two loops; what is for the router lies in `inbox`."""
+    """Carries envelopes between two loops. Messages for the router lie in `inbox`."""
 
     def __init__(self) -> None:
         self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -58,7 +58,7 @@ class Wire:
         self._seq[receiver] += 1
 
     def hear(self, kind: type[Message]) -> Message:
-        """The next message of a kind; others are skipped."""
+        """The next message of this kind. Messages of other kinds are skipped."""
         while not isinstance(message := self.inbox.get(timeout=HANG_S), kind):
             continue
         return message
@@ -107,9 +107,9 @@ def test_a_pair_answers_through_shared_memory(wire: Wire) -> None:
 
 def test_blocks_come_from_the_number_or_the_bytes() -> None:
     config = small("decode.num_blocks=0", "decode.kv_cache_bytes=8192")
-    served = build.serve_model(config)
-    assert build.num_blocks(config, config.prefill, served) == 32
-    assert build.num_blocks(config, config.decode, served) == 8192 // served.layout(config.decode).block_bytes
+    served = served_model.serve_model(config)
+    assert served_model.num_blocks(config, config.prefill, served) == 32
+    assert served_model.num_blocks(config, config.decode, served) == 8192 // served.layout(config.decode).block_bytes
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_blocks_come_from_the_number_or_the_bytes() -> None:
 )
 def test_knobs_that_the_model_cannot_satisfy_are_named(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        build.serve_model(small(override))
+        served_model.serve_model(small(override))
 
 
 def on_gpus(*overrides: str) -> ClusterConfig:
@@ -158,29 +158,29 @@ def test_devices_and_gpus_that_contradict_each_other_are_named(overrides: tuple[
 
 
 def test_only_an_engine_with_a_gpu_and_no_number_of_blocks_looks_for_room() -> None:
-    assert build.is_profiled(on_gpus().decode)
+    assert served_model.is_profiled(on_gpus().decode)
     for override in ("decode.num_blocks=9", "decode.kv_cache_bytes=9999999", "decode.num_gpus=0"):
-        assert not build.is_profiled(on_gpus(override).decode)
+        assert not served_model.is_profiled(on_gpus(override).decode)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_gpu_that_is_not_there_is_named_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    from engine.kernels import launch  # not before the tests of kernels have chosen how Triton runs
+    from engine.kernels import launch  # only now: the tests of kernels choose how Triton runs
 
     monkeypatch.setattr(launch, "INTERPRETED", False)
-    served = build.serve_model(small())
+    served = served_model.serve_model(small())
     with pytest.raises(ConfigError, match="GPU kernels need"):
         build._prepare(on_gpus(), on_gpus().decode, served)
 
 
 def test_an_absent_pool_is_not_checked() -> None:
-    build.serve_model(small("prefill.replicas=0", "prefill.max_model_len=9999999"))
+    served_model.serve_model(small("prefill.replicas=0", "prefill.max_model_len=9999999"))
 
 
 def test_what_the_limits_of_one_engine_mean_is_said_at_the_start() -> None:
     def warned(*overrides: str) -> list[str]:
         config = small("decode.max_model_len=400", *overrides)
-        return build.limit_warnings(config, build.serve_model(config))
+        return served_model.limit_warnings(config, served_model.serve_model(config))
 
     assert warned() == []
     assert warned("prefill.num_blocks=3") == [
@@ -193,7 +193,7 @@ def test_what_the_limits_of_one_engine_mean_is_said_at_the_start() -> None:
 
 def test_swap_space_counts_in_blocks() -> None:
     config = small("decode.preemption=swap", "decode.swap_space_bytes=100000")
-    served = build.serve_model(config)
-    assert build.num_host_blocks(config.decode, served) == 100000 // served.layout(config.decode).block_bytes > 0
-    assert build.num_host_blocks(config.prefill, served) == 0
-    assert build.num_host_blocks(small("decode.preemption=auto", "decode.num_host_blocks=7").decode, served) == 7
+    served = served_model.serve_model(config)
+    assert served_model.num_host_blocks(config.decode, served) == 100000 // served.layout(config.decode).block_bytes > 0
+    assert served_model.num_host_blocks(config.prefill, served) == 0
+    assert served_model.num_host_blocks(small("decode.preemption=auto", "decode.num_host_blocks=7").decode, served) == 7

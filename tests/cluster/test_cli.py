@@ -1,4 +1,4 @@
-"""The commands around the deployment: stop signals, and what is offered where the server packages are absent."""
+"""The server's commands: stop signals, what they print, and what is left where the server packages are absent."""
 
 import json
 import os
@@ -59,7 +59,7 @@ def run(*args: str) -> "subprocess.CompletedProcess[str]":
 
 
 FOREIGN = ["/models/[/red]/[bold]x[/bold]", "a :warning: [link=http://x]y", "/a/very/long/path" * 20]
-"""What markup, emoji codes and the width of a terminal would change, or what would end the process."""
+"""Texts that would break the output if they were read as markup or emoji codes, or cut to the terminal's width."""
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ FOREIGN = ["/models/[/red]/[bold]x[/bold]", "a :warning: [link=http://x]y", "/a/
     ],
 )
 def test_serve_says_everything_as_it_is_on_one_line_each(host: str, address: str) -> None:
-    """A deployment that only says things and is asked to stop at once."""
+    """The deployment is a fake that only reports progress and is asked to stop at once."""
     code = """
 import cluster.serve, json, os, signal, sys
 class Deployment:

@@ -1,4 +1,4 @@
-"""One file, checked: names, types, overrides, and what the error says."""
+"""The configuration file is checked: names, types, overrides, and the words of each error."""
 
 from pathlib import Path
 

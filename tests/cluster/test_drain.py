@@ -1,4 +1,4 @@
-"""The drain bounds how long the supervisor waits for anybody, also for a router that does not answer."""
+"""The drain bounds how long the supervisor waits, even for a router that does not answer."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from protocol.messages import ROUTER_ID, Address
 
 
 class FrozenRouter(Actor):
-    """Answers nothing; notes for how long it was asked."""
+    """A router that answers nothing. It notes the timeout of every call."""
 
     def call(self, method: str, *args: object, timeout_s: float = 60.0) -> Any:
         self.handle.append(timeout_s)
@@ -18,7 +18,7 @@ class FrozenRouter(Actor):
 
 
 class RouterAtItsDeadline(Actor):
-    """Has just ended what was open."""
+    """A router that has just cut short three open requests at its deadline."""
 
     def call(self, method: str, *args: object, timeout_s: float = 60.0) -> Any:
         return {"drain": None, "num_open": 0, "num_cut_short": 3}[method]

@@ -1,4 +1,4 @@
-"""The demonstration model's cache folder: checked, made once, never half made."""
+"""The cache folder of the demo's model is checked, made once and never left half made."""
 
 import errno
 import json
@@ -35,7 +35,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def fake_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No network: the "GGUF" is empty and converts to a tiny model."""
+    """Replaces the download by an empty "GGUF", and the conversion by one that writes a tiny model."""
 
     def download(work: Path, progress: Callable[[str], None]) -> Path:
         (work / "model.gguf").touch()

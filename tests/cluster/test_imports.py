@@ -1,4 +1,4 @@
-"""What a process does not use it does not wait for."""
+"""Processes do not spend time on imports of libraries that they do not use."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
         ("cluster.demo", "torch numba gguf"),
         ("cluster.plan", "torch ray"),
         ("cluster.cli", "ray numpy"),
-        # what a GPU can be measured with where little is installed
+        # These modules measure a GPU on machines where little is installed.
         (
             "engine.runners.cuda_memory, engine.loop, prefill_pool.service, decode_pool.service",
             "ray numba pydantic yaml gguf",

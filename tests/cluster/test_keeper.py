@@ -1,4 +1,4 @@
-"""The keeper ends and removes what a deployment leaves, at its supervisor's word and at its death, and nothing else."""
+"""The keeper ends and removes what a deployment leaves, when its supervisor asks and when it dies, and nothing else."""
 
 import fcntl
 import os
@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def writer(log: Path) -> "subprocess.Popen[bytes]":
-    """A process that asks nobody to stop, and has its log open, as all of Ray's have."""
+    """A process that never ends by itself and has its log open for writing, as all processes of Ray have."""
     with log.open("w") as file:
         process = subprocess.Popen([sys.executable, "-S", "-c", FOREVER], stdout=file)
     while not log.stat().st_size:
@@ -73,7 +73,7 @@ def test_it_spares_its_supervisor(folder: Path, prefix: str) -> None:
 
 
 def test_what_has_an_owner_is_left_to_it(prefix: str) -> None:
-    """A given Ray ends the engines itself."""
+    """Shared memory that is still locked stays: in a given Ray its engine is ended by Ray."""
     memory = Path("/dev/shm", f"{prefix}prefill-0-1")
     memory.touch()
     fd = os.open(memory, os.O_RDONLY)

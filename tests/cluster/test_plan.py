@@ -1,30 +1,32 @@
-"""What a plan says, against figures worked out by hand."""
+"""Compares plans with figures that were worked out by hand."""
 
 import json
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from cluster.config import ClusterConfig, load
-from cluster.plan import GIB, Plan, PoolPlan, Rates, Workload, plan
+from cluster.plan import GIB, Plan, Rates, plan
 from cluster.plan_table import table
+from cluster.pool_plan import PoolPlan, Workload
 from protocol.errors import ConfigError
 from tests.cluster.test_cli import run
 
 ROOT = Path(__file__).parents[2]
 SHAPE_8B = f"model={ROOT / 'deploy' / 'models' / 'llama-3.1-8b'}"
 ROOMY = "decode.num_blocks=1000001"
-"""More KV than any load here wants."""
+"""Gives more KV blocks than any load in this file needs."""
 
 
-def planned(config: ClusterConfig, prompt: int, output: int, running: int, **given: object) -> Plan:
-    return plan(config, Workload(prompt_tokens=prompt, output_tokens=output, num_running=running), **given)  # type: ignore[arg-type]
+def planned(config: ClusterConfig, prompt: int, output: int, running: int, **given: Any) -> Plan:
+    return plan(config, Workload(prompt_tokens=prompt, output_tokens=output, num_running=running), **given)
 
 
 def colocated(prompt: int, output: int, running: int, *overrides: str) -> PoolPlan:
-    """An arithmetic engine: 16 bytes of KV per token, 256 per block."""
+    """Plans an arithmetic engine, which has 16 bytes of KV per token and 256 per block."""
     (pool,) = planned(small(*overrides), prompt, output, running).pools
     return pool
 
@@ -40,7 +42,7 @@ def test_a_long_prompt_takes_as_many_steps_as_the_budget_says() -> None:
         colocated(30_000, 100, 200, ROOMY, f"decode.max_num_batched_tokens={budget}") for budget in (8192, 2048)
     )
     assert (large.steps_per_lone_prompt, little.steps_per_lone_prompt) == (4, 15)
-    # beside 200 decodes: 8,192 - 200 = 7,992 and 4 x 7,992 = 31,968; 2,048 - 200 = 1,848 and 17 x 1,848 = 31,416
+    # Beside 200 decodes: 8,192 - 200 = 7,992 and 4 x 7,992 = 31,968; 2,048 - 200 = 1,848 and 17 x 1,848 = 31,416
     assert (large.num_running, large.first_chunk_tokens, large.steps_per_prompt) == (200, 7_992, 4)
     assert (little.num_running, little.first_chunk_tokens, little.steps_per_prompt) == (200, 1_848, 17)
 
@@ -52,7 +54,7 @@ def test_a_threshold_and_drafts_take_their_share() -> None:
     assert (pool.steps_per_lone_prompt, pool.steps_per_prompt) == (4, 30)
     pool = colocated(30_000, 100, 200, ROOMY, "decode.num_speculative_tokens=3")
     assert pool.first_chunk_tokens == 8_192 - 200 * 4
-    # 240 decodes with 40 drafts each want 9,840: 8,192 - 240 = 7,952 shared by 241 is 32 for each
+    # 240 decodes with 40 drafts each want 9,840 tokens. The remaining 8,192 - 240 = 7,952, shared by 241, are 32 each.
     assert colocated(30_000, 100, 240, ROOMY, "decode.num_speculative_tokens=40").first_chunk_tokens == 32
 
 
@@ -64,9 +66,7 @@ def test_without_chunks_a_prompt_is_one_step_or_none() -> None:
 
 
 def test_what_the_blocks_hold() -> None:
-    """1,000 + 25 - 1 = 1,024 tokens are 64 blocks; block 0 is never used, so 640 blocks hold 9 such sequences and 641
-    hold 10.
-    """
+    """1,000 + 25 - 1 = 1,024 tokens are 64 blocks. Block 0 is never used: 640 blocks hold 9 sequences, 641 hold 10."""
     assert [colocated(1_000, 25, 1, f"decode.num_blocks={num}").num_contexts for num in (640, 641)] == [9, 10]
     pool = colocated(1_000, 25, 1, "decode.num_blocks=0", f"decode.kv_cache_bytes={641 * 256 + 255}")
     assert (pool.num_usable_blocks, pool.num_contexts, pool.blocks_from) == (640, 10, "kv_cache_bytes")

@@ -1,4 +1,4 @@
-"""What a killed supervisor left is removed by the next one; what a live one uses is not."""
+"""The next supervisor removes what a killed one has left, but not what a live one uses."""
 
 import errno
 import fcntl
@@ -17,7 +17,7 @@ from protocol.errors import StartupError
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """As a supervisor that has died since would have made it."""
+    """A folder as a supervisor that has died since would have left it."""
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     path = tmp_path / f"twopass-{process.pid}-abc"

@@ -1,4 +1,4 @@
-"""What is wrong with `RAY_ADDRESS` is said in one line and in bounded time, and a private Ray is never joined."""
+"""An error about `RAY_ADDRESS` is one line and comes in bounded time, and a private Ray is never joined."""
 
 import socket
 from collections.abc import Iterator
@@ -92,7 +92,7 @@ def test_a_ray_that_answers_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     with gcs(node(DEAD), node(ALIVE)) as address:
         monkeypatch.setenv("RAY_ADDRESS", address)
         assert str(given_address()) == address
-        monkeypatch.setenv("RAY_ADDRESS", "auto")  # as `ray start` has noted it
+        monkeypatch.setenv("RAY_ADDRESS", "auto")  # `ray start` has noted the address
         (tmp_path / "ray").mkdir()
         (tmp_path / "ray" / "ray_current_cluster").write_text(f"{address}\n")
         assert str(given_address()) == address

@@ -1,4 +1,4 @@
-"""The death of what carries the actors is seen without asking Ray."""
+"""The death of a process of Ray is noticed without asking Ray."""
 
 import shutil
 import signal
@@ -12,7 +12,7 @@ SLEEP = shutil.which("sleep")
 
 
 def start(name: str, folder: Path) -> "subprocess.Popen[bytes]":
-    """A child whose name in /proc is `name`, once it has begun."""
+    """Starts a child process and waits until its name in /proc is `name`."""
     assert SLEEP is not None
     program = folder / name
     program.unlink(missing_ok=True)
@@ -24,7 +24,7 @@ def start(name: str, folder: Path) -> "subprocess.Popen[bytes]":
 
 
 def test_a_part_of_a_private_ray_that_dies_is_named(tmp_path: Path) -> None:
-    other = start("raylet", tmp_path)  # of another Ray of this process
+    other = start("raylet", tmp_path)  # it belongs to another Ray of this process
     parts = PrivateParts()
     assert parts.lost() == ""
     gcs, raylet = start("gcs_server", tmp_path), start("raylet", tmp_path)
@@ -46,7 +46,7 @@ def test_a_part_of_a_private_ray_that_dies_is_named(tmp_path: Path) -> None:
 def test_a_part_that_dies_before_the_first_look_is_seen(tmp_path: Path) -> None:
     parts = PrivateParts()
     gcs = start("gcs_server", tmp_path)
-    gcs.kill()  # and nobody collects it
+    gcs.kill()  # nobody collects its exit status
     parts.look()
     while not parts.lost():
         continue

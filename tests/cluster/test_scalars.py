@@ -1,4 +1,4 @@
-"""What is written in a file or behind --set, and what the field gets."""
+"""What a field gets of the text that is written in a file or behind --set."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -51,7 +51,7 @@ def tree(key: str, value: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("key", "word"), WORDS)
 def test_every_word_of_the_configuration_is_taken_as_it_is_documented(tmp_path: Path, key: str, word: str) -> None:
-    """It may be refused beside other values, but then in the same words as when Python hands it over."""
+    """A word may be refused beside other values, but then with the same error as when Python passes it."""
     try:
         expected: ClusterConfig | str = from_tree(tree(key, word))
     except ConfigError as error:
@@ -124,8 +124,9 @@ def test_elsewhere_yaml_1_2_counts(text: str, value: object) -> None:
 def test_numbers_may_have_exponents_and_sections_may_be_merged(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(
-        "runner: arithmetic\nprefill: &pool\n  max_num_seqs: 3\n  watermark: 1e-2\ndecode:\n  <<: *pool\n  "
-        "preemption: auto\n"
+        "runner: arithmetic\n"
+        "prefill: &pool\n  max_num_seqs: 3\n  watermark: 1e-2\n"
+        "decode:\n  <<: *pool\n  preemption: auto\n"
     )
     config = load(path)
     assert (config.decode.engine.max_num_seqs, config.decode.engine.watermark) == (3, 0.01)

@@ -1,4 +1,4 @@
-"""A workload on a configuration in virtual time, as `twopass simulate` runs it."""
+"""Runs workloads on a configuration in virtual time, as `twopass simulate` does."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def test_one_request_takes_what_its_steps_cost(tmp_path: Path) -> None:
     load = tmp_path / "load.jsonl"
     load.write_text('{"at_s": 0.0, "prompt_tokens": 100, "output_tokens": 11}\n')
     result = simulate(scenario(config(), workload(str(load)), COSTS, num_blocks={"prefill": 64, "decode": 64}))
-    # Two chunks of 64 and 36 tokens, then 10 steps of one token; a message each way.
+    # It takes two chunks of 64 and 36 tokens, then 10 steps of one token, and a message in each direction.
     assert result["finished"] == 1 and result["engine_steps"] == 12
     assert result["ttft_s"]["p50"] == pytest.approx(2 * 0.01 + 100 * 0.001 + 2 * 0.001, abs=0.002)
     assert result["inter_token_s"]["p50"] == pytest.approx(0.01, abs=0.001)

@@ -9,7 +9,8 @@ import pytest
 
 from cluster.config import load
 from cluster.ray_handles import Actor
-from cluster.serve import Deployment, ReplicaProcess
+from cluster.replica_process import ReplicaProcess
+from cluster.serve import Deployment
 from protocol.errors import StartupError
 from protocol.messages import Address
 

@@ -1,5 +1,6 @@
-"""Sections that end as a section should not: `python -m tests.deploy.broken_sections` runs them and prints the outcome
-of each as JSON.
+"""Sections that end in ways in which a section should not end.
+
+`python -m tests.deploy.broken_sections` runs them and prints the outcome of each as JSON.
 """
 
 import json
@@ -21,7 +22,7 @@ def raises(setting: Setting) -> Iterator[Item]:
 
 
 def dies(setting: Setting) -> Iterator[Item]:
-    """A process that it started lives, and holds its pipe open."""
+    """The section dies, but a process that it has started lives on and holds its pipe open."""
     yield Note("before")
     if os.fork() == 0:
         time.sleep(100)
@@ -29,7 +30,7 @@ def dies(setting: Setting) -> Iterator[Item]:
 
 
 def hangs(setting: Setting) -> Iterator[Item]:
-    """So does a process that it started."""
+    """The section hangs, and so does a process that it has started."""
     child = subprocess.Popen(["sleep", "100"])
     yield Note(str(child.pid))
     time.sleep(100)

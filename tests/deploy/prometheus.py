@@ -1,4 +1,4 @@
-"""Prometheus itself for tests: its programs, and one server in a folder of its own."""
+"""Prometheus for tests: the path of its programs, and a server in a folder of its own."""
 
 import json
 import math
@@ -21,13 +21,13 @@ from tests.hang import HANG_S
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 ALERT = r"^(.*) (==|>|<) ([0-9.]+)$"
-"""Every alert ends in its threshold."""
+"""Matches the expression of an alert, each of which ends in a threshold."""
 
 
 @cache
 def program(name: str) -> str:
-    """Path of `prometheus` or `promtool`. Root of a Debian without them installs them; elsewhere the test is skipped,
-    but never in CI.
+    """Path of `prometheus` or `promtool`. If it is missing, root on Debian installs it. Elsewhere the test is skipped,
+    except in CI, where it fails.
     """
     path = shutil.which(name)
     if path is None and os.geteuid() == 0 and shutil.which("apt-get"):
@@ -51,7 +51,7 @@ def panels() -> list[dict[str, Any]]:
 
 
 def dashboard_expressions() -> list[tuple[str, str]]:
-    """(title of the panel, expression as Grafana sends it with all variables at "All")."""
+    """Pairs (title of the panel, expression that Grafana sends when all variables are at "All")."""
     variables = {"$__rate_interval": "1m", "$model": ".*", "$pool": ".*", "$replica": ".*"}
     found = []
     for panel in panels():
@@ -64,13 +64,13 @@ def dashboard_expressions() -> list[tuple[str, str]]:
 
 
 class Prometheus:
-    """A running server; `query` asks it."""
+    """A running Prometheus server."""
 
     def __init__(self, port: int, process: "subprocess.Popen[bytes]") -> None:
         self._port, self._process = port, process
 
     def query(self, expression: str) -> list[float]:
-        """Values of all series now, NaN ones left out; empty also while the server is starting."""
+        """Current values of all series except NaN. The list is empty while the server is starting."""
         url = f"http://127.0.0.1:{self._port}/api/v1/query?{urllib.parse.urlencode({'query': expression})}"
         try:
             with urllib.request.urlopen(url, timeout=HANG_S) as response:
@@ -88,7 +88,7 @@ class Prometheus:
 
 @contextmanager
 def running(folder: Path, target: str, port: int) -> Iterator[Prometheus]:
-    """The shipped configuration with `target` ("host:port") in place of its own, looking every second."""
+    """Runs a server with the shipped configuration, but with `target` ("host:port") and an interval of one second."""
     for name in ("prometheus.yml", "rules.yml"):
         shutil.copy(DEPLOY / "prometheus" / name, folder)
     config = yaml.safe_load((folder / "prometheus.yml").read_text())

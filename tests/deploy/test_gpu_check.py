@@ -1,4 +1,4 @@
-"""The script for machines with a GPU: rehearsed here without one, and its shell with sections that end badly."""
+"""Rehearses the script for machines with a GPU without one, and runs it with sections that end badly."""
 
 import ctypes
 import json
@@ -20,7 +20,7 @@ from router.admission import ClientRequest
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "deploy" / "gpu_check.py"
 ABSENT = ("ray", "grpc", "pydantic", "numba", "llvmlite", "yaml", "google", "prometheus_client", "tokenizers")
-"""What the machines with GPUs lack; there and here only torch, Triton, numpy and safetensors are needed."""
+"""Modules that a machine with a GPU may lack. The script needs only torch, Triton, numpy and safetensors."""
 WITHOUT = f"""
 import runpy, sys
 sys.modules.update(dict.fromkeys({ABSENT}))
@@ -45,7 +45,7 @@ NAMES = [
 
 @pytest.fixture(scope="module")
 def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Its report, with what it printed."""
+    """The report of a rehearsal, with its output under "text"."""
     file = tmp_path_factory.mktemp("rehearsal") / "report.json"
     command = [sys.executable, "-c", WITHOUT, str(SCRIPT), "--rehearse", "--seed", "5", "--json", str(file)]
     done = subprocess.run(command, cwd=file.parent, capture_output=True, text=True)
@@ -71,7 +71,7 @@ def test_the_report_says_where_it_comes_from(rehearsal: dict[str, Any]) -> None:
 
 
 def test_a_rehearsal_reports_no_figures(rehearsal: dict[str, Any]) -> None:
-    """What is measured stays empty in the JSON and says so in the text; what is counted or compared is there."""
+    """Measured figures are null in the JSON and "rehearsal" in the text. Counts and comparisons are reported."""
     tables = {table["title"]: table for section in rehearsal["sections"] for table in section["tables"]}
     num_measured = 0
     for table in tables.values():
@@ -95,7 +95,7 @@ def test_each_figure_of_time_or_speed_has_a_unit(rehearsal: dict[str, Any]) -> N
         column for section in rehearsal["sections"] for table in section["tables"] for column in table["columns"]
     ]
     without = {column["name"] for column in columns if column["measured"] and not column["unit"]}
-    assert without == {"rate", "ratio", "KV blocks"}  # the first has its unit in each row
+    assert without == {"rate", "ratio", "KV blocks"}  # "rate" has its unit in each row
 
 
 def test_nothing_stays_in_shared_memory(rehearsal: dict[str, Any]) -> None:
@@ -134,7 +134,7 @@ def test_sections_that_end_badly_harm_no_other() -> None:
 
 
 def _runs(pid: int) -> bool:
-    """Neither gone nor a zombie that nobody waits for."""
+    """Whether a process is neither gone nor a zombie."""
     status = Path(f"/proc/{pid}/stat")
     try:
         return status.read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
@@ -153,7 +153,7 @@ def test_a_table_keeps_figures_out_of_a_rehearsal() -> None:
 
 
 class CloseCalls:
-    """A runner to which token 1 is likeliest, 2 a little less likely, 3 much less, whatever was said before."""
+    """A runner for which token 1 is always the likeliest, token 2 a little less likely and token 3 much less likely."""
 
     def execute(self, batch: Batch) -> StepOutput:
         told = TokenLogprobs(-0.7, (1, 2, 3), (-0.7, -0.7005, -4.0))

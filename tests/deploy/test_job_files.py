@@ -1,6 +1,4 @@
-"""The job files: what they run is a valid configuration, and the limits around it leave room for it and for its
-drain.
-"""
+"""The job files run a valid configuration, and their limits leave room for its engines and time for its drain."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The shipped scrape configuration, rules and dashboard, checked without a deployment."""
+"""Checks the shipped scrape configuration, rules and dashboard without a deployment."""
 
 import json
 import re
@@ -63,7 +63,7 @@ FIRING: dict[str, dict[str, str]] = {
         'twopass_inter_token_latency_seconds_bucket{model_name="m", le="+Inf"}': "0+10x60",
     },
 }
-"""Per alert, series (one value every 15 s, in promtool's notation) under which it fires after 12 minutes."""
+"""Series by alert, with one value every 15 s in promtool's notation, which make the alert fire within 12 minutes."""
 
 
 def promtool(*args: object) -> str:
@@ -93,9 +93,7 @@ def test_every_alert_has_a_case_and_ends_in_its_threshold() -> None:
 
 @pytest.mark.parametrize("alert", FIRING)
 def test_the_alert_fires(alert: str, tmp_path: Path) -> None:
-    """promtool wants the exact labels of a firing alert; here it is enough that there is one, so it is asked through
-    ALERTS.
-    """
+    """Asks the series ALERTS whether one fires, since alert tests of promtool demand the exact labels of the alert."""
     test = {
         "rule_files": [str(DEPLOY / "prometheus" / "rules.yml")],
         "evaluation_interval": "15s",

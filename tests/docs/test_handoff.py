@@ -1,4 +1,4 @@
-"""docs/handoff.md says what the code does: its tables are the code's, its reasons are those that the services give."""
+"""docs/handoff.md agrees with the code: its tables are the code's, its reasons are those that the services give."""
 
 import ast
 
@@ -29,7 +29,7 @@ def test_every_message_is_listed() -> None:
 
 @pytest.mark.parametrize(("service", "engine"), [("prefill_pool/service.py", "P"), ("decode_pool/service.py", "D")])
 def test_the_reasons_are_those_that_the_services_give(service: str, engine: str) -> None:
-    """Every text that is passed as a reason is listed, and every one that is listed stands in the service."""
+    """Every text that is passed as a reason is listed, and every listed reason stands in the service."""
     section = PAGE.read_text().split("## Reasons\n")[1].split("\n## ")[0]
     listed = {row[0].strip("`") for row in rows(section) if engine in row[1].split(", ")}
     tree = ast.parse((ROOT / service).read_text())

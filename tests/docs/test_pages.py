@@ -1,4 +1,4 @@
-"""Files, functions and tests that the pages name are there."""
+"""Files, functions and tests that the pages name exist."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", "ARCHITECTURE.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
 FILE = re.compile(r"((?:[\w.-]+/)*[\w-]+\.(?:py|md|yaml|json|toml|yml|proto))(?:::?([\w.]+))?|((?:[\w.-]+/)+)")
-"""In code: a file, maybe with a name in it behind a colon (`::` for a test), or a folder."""
+"""Matches code that is a folder, or a file, possibly with a name in it after a colon (`::` for a test)."""
 NAMES = re.compile(r"^ *(?:async )?(?:def|class) (\w+)|^(\w+)(?::.*)? = ", re.MULTILINE)
 FOLDERS = [folder for folder in ROOT.iterdir() if folder.is_dir() and not folder.name.startswith(".")]
 PATHS = [f"/{path.relative_to(ROOT)}" for folder in FOLDERS for path in folder.rglob("*")]
@@ -38,7 +38,7 @@ def test_what_a_page_names_is_there(page: str, everywhere: set[str]) -> None:
 
 
 def test_the_reading_order_says_how_long_its_files_are() -> None:
-    """To within a fifth: enough to plan an evening by."""
+    """The line counts are right to within a fifth, which is enough to plan an evening."""
     listed = re.findall(r"^\| \d+ \| `(\S+)` \| (\d+) \|", (ROOT / "ARCHITECTURE.md").read_text(), re.MULTILINE)
     assert len(listed) == 10
     lines = {file: len((ROOT / file).read_text().splitlines()) for file, _ in listed}
@@ -51,5 +51,5 @@ def defined(path: Path, name: str) -> bool:
 
 
 def names_of(path: Path) -> set[str]:
-    """What a module defines, its classes' members included."""
+    """Names that a module defines, including members of its classes."""
     return {name for found in NAMES.findall(path.read_text()) for name in found if name}

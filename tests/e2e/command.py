@@ -1,4 +1,4 @@
-"""`twopass serve` as a process that leads a session: what signals are sent to, and what is left of it afterwards."""
+"""Runs `twopass serve` as a process that leads a session, so that tests can signal it and see what it leaves."""
 
 import os
 import re
@@ -22,7 +22,7 @@ LOOK_S = 0.01
 
 
 class Command:
-    """Lines of standard error are read by `await_line`, the rest by `ended`."""
+    """A running `twopass serve`. `await_line` reads lines of its standard error, and `ended` reads the rest."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.process = subprocess.Popen(
@@ -34,7 +34,7 @@ class Command:
             start_new_session=True,
         )
         self.prefix = ""
-        """Of its files in shared memory, once its keeper has been seen."""
+        """Prefix of its files in shared memory, known once its keeper has been seen."""
 
     def await_line(self, pattern: str) -> re.Match[str]:
         assert self.process.stderr is not None
@@ -47,11 +47,11 @@ class Command:
         raise AssertionError(f"no line matches {pattern!r} in:\n{said}")
 
     def await_serving(self) -> int:
-        """The port."""
+        """Waits until it serves, and returns its port."""
         return int(self.await_line(r"serving on 127\.0\.0\.1:(\d+);")[1])
 
     def await_part(self, name: str) -> int:
-        """Pid of a process of its private Ray, as soon as it appears."""
+        """Waits for a process of its private Ray to appear, and returns the pid."""
         while True:
             assert self.process.poll() is None
             for pid, command in session(self.process.pid).items():
@@ -61,7 +61,7 @@ class Command:
             time.sleep(LOOK_S)
 
     def ended(self) -> tuple[int, str]:
-        """Exit code and the last line of standard error, when nothing is left."""
+        """Waits for its end and until nothing is left. Returns the exit code and the last line of standard error."""
         code = self.process.wait(HANG_S)
         said = self.process.stderr.read() if self.process.stderr is not None else ""
         until = time.monotonic() + HANG_S
@@ -78,7 +78,7 @@ class Command:
 
 @contextmanager
 def command(**environment: str) -> Iterator[Command]:
-    """Whatever the test finds, all that it started is ended."""
+    """Starts the command. At the end its session is killed, whatever the test has found."""
     running = Command(environment)
     try:
         yield running

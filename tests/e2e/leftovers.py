@@ -1,5 +1,5 @@
-"""What a deployment may leave behind: processes, shared memory, folders. Other deployments may run on the machine
-meanwhile.
+"""Finds what a deployment may leave behind: processes, shared memory and folders. Other deployments may run on the
+machine at the same time.
 """
 
 import fcntl
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def processes() -> dict[int, tuple[int, str]]:
-    """Live processes: pid -> (parent's pid, command line)."""
+    """Live processes as pid -> (parent's pid, command line)."""
     found: dict[int, tuple[int, str]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -36,7 +36,7 @@ def descendants(pid: int) -> dict[int, str]:
 
 
 def keepers(pid: int) -> dict[int, str]:
-    """Live keepers of the supervisor `pid`: nobody's children, so not among its descendants."""
+    """Live keepers of the supervisor `pid`. They are nobody's children, so they are not among its descendants."""
     return {
         keeper: command
         for keeper, (_, command) in processes().items()
@@ -45,7 +45,7 @@ def keepers(pid: int) -> dict[int, str]:
 
 
 def session(leader: int) -> dict[int, str]:
-    """Live processes of the session that `leader` leads or has led, as all of a private Ray's are, and its keepers."""
+    """Live processes of the session that `leader` leads or has led, such as those of a private Ray, and its keepers."""
     found = keepers(leader)
     for pid, (_, command) in processes().items():
         with suppress(ProcessLookupError):
@@ -55,13 +55,13 @@ def session(leader: int) -> dict[int, str]:
 
 
 def files_of(leader: int, prefix: str) -> list[Path]:
-    """What the supervisor `leader` has in /tmp, and what lies in shared memory under `prefix`."""
+    """Folders of the supervisor `leader` in /tmp, and files in shared memory that begin with `prefix`."""
     return [*Path("/tmp").glob(f"twopass-{leader}-*"), *Path("/dev/shm").glob(f"{prefix}*")]
 
 
 def orphans() -> set[str]:
-    """Shared-memory files whose creator is dead, and private Ray folders whose supervisor is; those of this process
-    count as well.
+    """Shared-memory files whose creator is dead, and folders of private Rays whose supervisor is dead. Folders of this
+    process count too.
     """
     others = {str(pid) for pid in processes() if pid != os.getpid()}
     memory = {str(path) for path in Path("/dev/shm").glob("twopass-*") if not _locked(path)}

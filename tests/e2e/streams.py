@@ -1,4 +1,4 @@
-"""Clients that stream from a deployment while somebody kills it, and what must be true afterwards."""
+"""Clients that stream from a deployment while its processes are killed, and checks of what must be true afterwards."""
 
 import os
 import random
@@ -26,7 +26,7 @@ POOL = {"replicas": 2, "max_model_len": 1024, "max_num_batched_tokens": 256, "ma
 
 
 class Asked(NamedTuple):
-    """A request, and the only right answer."""
+    """A request and its only right answer."""
 
     prompt: list[int]
     answer: list[int]
@@ -49,7 +49,7 @@ def deployed(tree: dict[str, Any], **knobs: Any) -> Iterator[Running]:
 
 
 class Streams:
-    """`NUM_STREAMS` clients, each with one request after the other, every token checked."""
+    """`NUM_STREAMS` clients, each of which sends one request after the other and checks every token."""
 
     def __init__(self, client: Client, draw: Callable[[random.Random], Asked]) -> None:
         self._draw = draw
@@ -59,7 +59,9 @@ class Streams:
         self._ending = threading.Event()
 
     def run(self, seed: int) -> int:
-        """Number of answers, all complete and right. Raises what the client raises."""
+        """Sends requests until `end`, and returns how many were answered, completely and rightly. Errors of the client
+        are raised.
+        """
         random_numbers, num_answers = random.Random(seed), 0
         while not self._ending.is_set():
             asked = self._draw(random_numbers)
@@ -75,7 +77,7 @@ class Streams:
         return num_answers
 
     def end(self) -> None:
-        """No client begins another request."""
+        """Makes every client stop after its current request."""
         self._ending.set()
 
 
@@ -99,7 +101,7 @@ def await_back(running: Running, name: str) -> None:
 
 
 def assert_clean(running: Running) -> None:
-    """Every engine idle at its baseline, one shared-memory file per prefill engine and none of a dead one."""
+    """Every engine is idle with all blocks free, and the only shared-memory files are those of two prefill engines."""
     await_idle(running.deployment)
     loads = running.deployment.loads()
     assert sorted(load.address.replica_id for load in loads) == sorted(ENGINES)
@@ -111,7 +113,7 @@ def assert_clean(running: Running) -> None:
 
 
 def kill_every_engine(running: Running, draw: Callable[[random.Random], Asked]) -> None:
-    """Once each, under streams, none of which may notice; a newcomer is served meanwhile."""
+    """Kills every engine once under streams, none of which may notice. A new request is served meanwhile."""
     newcomer = draw(random.Random("newcomer"))
     for victim in ENGINES:
         with streaming(running.client, draw) as streams:

@@ -1,4 +1,4 @@
-"""One prefill and one decode engine with the arithmetic runner, under a real Ray, through the client."""
+"""Runs one prefill and one decode engine with the arithmetic runner under a real Ray, and asks through the client."""
 
 import os
 import random
@@ -51,7 +51,7 @@ def test_the_answer_is_exact_and_was_disaggregated(running: Running) -> None:
 
 
 def test_engines_and_the_router_are_as_urgent_as_their_supervisor(running: Running) -> None:
-    """Ray would start them at nice 15: behind every client, compiler and browser of the machine."""
+    """Ray by itself would start them at nice 15, below every other process of the machine."""
     workers = {pid: command for pid, command in descendants(os.getpid()).items() if "Actor" in command}
     assert len(workers) == 3
     assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in workers} == {os.getpriority(os.PRIO_PROCESS, 0)}
@@ -77,8 +77,8 @@ def test_sampled_answers_are_exact_and_every_token_has_its_logprobs(running: Run
             TokenLogprobs(e.chosen, dict(zip(e.top_token_ids, e.top, strict=True))) for e in expected
         ]
         assert answer.usage.completion_tokens == 60
-    loads = running.client.loads()
-    assert sorted(load.role for load in loads.replicas) == ["decode", "prefill"]  # in the order of their greetings
+    loads = running.client.loads()  # in the order in which the engines have sent their `Hello`
+    assert sorted(load.role for load in loads.replicas) == ["decode", "prefill"]
     assert running.client.server_info().ready
 
 
@@ -101,7 +101,7 @@ def test_what_cannot_be_served_is_refused_at_once(
 
 
 def test_nothing_leaks_after_200_mixed_requests_with_cancels(running: Running) -> None:
-    """Engines check their own baseline when idle, and die if it is not met: a death would be an event here."""
+    """An idle engine checks that all its blocks are free, and dies if not. A death would be an event here."""
     while not running.events.empty():
         running.events.get()
     seeds = range(200)
@@ -117,7 +117,7 @@ def test_nothing_leaks_after_200_mixed_requests_with_cancels(running: Running) -
 
 
 def _one(client: Client, draw: random.Random) -> None:
-    """One request: a third of them is cancelled after some tokens."""
+    """Sends one request. A third of them is cancelled after some tokens."""
     prompt = [draw.randrange(50) for _ in range(draw.choice((1, 15, 16, 17, 100, 400)))]
     num_tokens = draw.randrange(1, 60)
     num_read = draw.randrange(num_tokens) if draw.random() < 1 / 3 else num_tokens

@@ -1,4 +1,4 @@
-"""500 requests, four of five given up at a random moment: afterwards every block is free and no process has grown."""
+"""Sends 500 requests and cancels four of five at random. Afterwards all blocks are free and no process has grown."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ def deployment() -> Iterator[Deployment]:
 
 
 async def storm(port: int, num_requests: int, seed: int) -> Counter[str]:
-    """`NUM_AT_ONCE` open at any time."""
+    """Sends `num_requests` requests, of which `NUM_AT_ONCE` are open at any time. Returns how they ended."""
     async with AsyncClient(f"127.0.0.1:{port}", timeout_s=HANG_S) as client:
         load = Load(client, seed, cancelled=0.8, longest_wait_s=0.6)
         places = asyncio.Semaphore(NUM_AT_ONCE)
@@ -71,7 +71,7 @@ def test_every_process_logs_lines_that_machines_read(deployment: Deployment) -> 
 
 
 def logged(deployment: Deployment) -> Iterator[dict[str, Any]]:
-    """Standard error of all workers of the private Ray, which keeps it beside its sockets."""
+    """Lines of the logs of all workers. They stand in the worker logs in the private Ray's folder."""
     assert deployment._ray.folder is not None
     for path in Path(deployment._ray.folder.path).glob("session_*/logs/worker-*.err"):
         for line in path.read_text().splitlines():

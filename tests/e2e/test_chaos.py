@@ -1,5 +1,5 @@
-"""Processes are killed while sixty answers stream: engines without anybody noticing, the router with one clear error
-for each.
+"""Processes are killed while sixty answers stream. No client notices a killed engine. A killed router ends every answer
+with one clear error.
 """
 
 import os
@@ -54,7 +54,7 @@ def test_a_killed_router_ends_its_streams_and_comes_back_on_its_port(running: Ru
 
 
 def until_served(client: Client) -> None:
-    """A new router refuses until a decode engine has greeted it: one message each way."""
+    """A new router refuses requests until it has the `Hello` of a decode engine, which takes a message each way."""
     while True:
         try:
             assert client.generate_text(prompt_token_ids=[1, 2], max_tokens=3).token_ids == expected_tokens([1, 2], 3)

@@ -1,5 +1,5 @@
-"""Every engine is killed once while sixty answers of a real model stream: fp32, on the committed prompts. Bound: 2
-minutes.
+"""Every engine is killed once while sixty answers of a real model stream, in float32 on the committed prompts. The test
+must take less than 2 minutes.
 """
 
 import json
@@ -20,6 +20,6 @@ def drawn_golden(draw: random.Random) -> Asked:
 
 
 def test_every_engine_is_killed_once_and_no_stream_notices(demo_model: Path) -> None:
-    """fp32, on prompts whose top-2 margins are wide: batches differ from run to run, tokens do not."""
+    """Batches differ from run to run, but tokens do not: in float32 these prompts have wide top-2 margins."""
     with deployed({"model": str(demo_model), "dtype": "float32"}, num_blocks=512, num_threads=1) as running:
         kill_every_engine(running, drawn_golden)

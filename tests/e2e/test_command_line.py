@@ -1,4 +1,6 @@
-"""`twopass` as people run it: exit codes, one clear line, a drain on SIGTERM, nothing left."""
+"""Runs `twopass` as people do: it has the right exit codes, one clear line per error, drains on SIGTERM and leaves
+nothing behind.
+"""
 
 import os
 import re
@@ -35,7 +37,7 @@ SERVE = (
 DEAD_PROXY = dict.fromkeys(
     ("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy"), "http://127.0.0.1:9"
 )
-"""What companies set, pointing to nobody: nothing on this machine may take that way."""
+"""Proxy variables with an address where no proxy runs. No connection within this machine may use them."""
 
 
 def twopass(*args: str) -> "subprocess.Popen[str]":
@@ -47,7 +49,7 @@ def twopass(*args: str) -> "subprocess.Popen[str]":
 
 
 def failure(*args: str) -> str:
-    """Standard error of a command that must end with exit code 2."""
+    """Runs a command that must end with exit code 2, and returns its standard error."""
     with none_left():
         process = twopass(*args)
         _, error = process.communicate()
@@ -104,8 +106,8 @@ def test_too_little_shared_memory_is_said_and_nothing_is_left() -> None:
 
 
 def test_sigterm_to_every_process_drains_and_leaves_nothing() -> None:
-    """A service manager signals the whole cgroup, Ctrl-C and an init the process group: so all that the command has
-    started.
+    """The signal goes to all processes that the command has started: a service manager signals the whole cgroup, and
+    Ctrl-C the process group.
     """
     num_requests, num_tokens = 24, 1500
     with command() as serving, ThreadPoolExecutor(num_requests) as clients:

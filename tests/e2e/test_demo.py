@@ -1,4 +1,4 @@
-"""The first thing a newcomer runs."""
+"""The demo answers its prompts and leaves nothing behind. It is the first command that a newcomer runs."""
 
 import json
 import os
@@ -17,12 +17,8 @@ def test_the_demo_answers_eight_prompts_and_leaves_nothing(demo_model: Path, tmp
     out = tmp_path / "out.json"
     with none_left():
         command = [sys.executable, "-m", "twopass", "demo", "--model", str(demo_model), "--json", str(out)]
-        environment = {
-            **os.environ,
-            "COLUMNS": "100",
-            "http_proxy": "http://127.0.0.1:9",
-            "no_proxy": "",
-        }  # a proxy that nobody runs
+        dead_proxy = {"http_proxy": "http://127.0.0.1:9", "no_proxy": ""}
+        environment = {**os.environ, "COLUMNS": "100", **dead_proxy}
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
     facts = json.loads(out.read_text())

@@ -1,5 +1,5 @@
-"""I7 on the real model: fp32 tokens through prefill, transfer and decode equal an independent implementation's, and one
-engine's.
+"""Invariant I7 on the real model: float32 tokens through prefill, transfer and decode equal those of an independent
+implementation and of a single engine.
 """
 
 import json
@@ -40,7 +40,7 @@ def client(request: pytest.FixtureRequest, demo_model: Path) -> Iterator[Client]
 
 
 def test_all_golden_prompts_at_once(client: Client) -> None:
-    """A budget of 32 tokens cuts most prompts into chunks, which the decodes of the others share steps with."""
+    """A budget of 32 tokens cuts most prompts into chunks, which share steps with decodes of other requests."""
     with ThreadPoolExecutor(len(CASES)) as threads:
         answers = list(
             threads.map(

@@ -1,6 +1,4 @@
-"""`ray job submit` on a Ray that is already there: it loads, serves, drains on `ray job stop`, and leaves the cluster
-as it found it.
-"""
+"""A job of `ray job submit` on a given Ray serves, drains on `ray job stop`, and leaves the cluster as it was."""
 
 import os
 import re
@@ -28,21 +26,21 @@ pytest.importorskip("aiohttp", reason="job submission needs ray[default]")
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 HOST = "127.0.0.2"
-"""Stays on loopback; Ray replaces 127.0.0.1 by an outward address."""
+"""An address on the loopback network. Ray would replace 127.0.0.1 by an outward address."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A Ray of the test's own, as an administrator would have started it."""
+    """A Ray that the test has started as an administrator would."""
 
     pid: int
     environment: dict[str, str]
     url: str
     address: str
-    """Of its GCS."""
+    """Address of its GCS."""
 
     def job(self, *args: str) -> str:
-        """Output of `ray job <args>`, which must succeed."""
+        """Runs `ray job <args>`, which must succeed, and returns its output."""
         verb, *rest = args
         result = subprocess.run(
             [str(BIN / "ray"), "job", verb, "--address", self.url, *rest],
@@ -62,7 +60,7 @@ class Head:
 
 
 def free_ports(count: int) -> list[str]:
-    """Distinct ports that nobody listens on now, below the range that Ray gives to its workers."""
+    """Distinct ports on which nobody listens now. They lie below the range that Ray gives to its workers."""
     found: list[str] = []
     for port in range(os.getpid() % 1000 + 8000, 10000):
         with socket.socket() as probe:
@@ -73,7 +71,7 @@ def free_ports(count: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def head() -> Iterator[Head]:
-    folder = Path(tempfile.mkdtemp(prefix="ray-job-", dir="/tmp"))  # short: Unix sockets lie below it
+    folder = Path(tempfile.mkdtemp(prefix="ray-job-", dir="/tmp"))  # the path must be short: Unix sockets lie below it
     environment = {
         **os.environ,
         "PATH": f"{BIN}:{os.environ['PATH']}",
@@ -119,7 +117,7 @@ def head() -> Iterator[Head]:
 
 
 def next_line(process: "subprocess.Popen[str]", pattern: str) -> re.Match[str]:
-    """The first line of its output that matches. Fails with all that was said if none does."""
+    """The first line of a process's output that matches. If none does, the test fails and shows the output."""
     assert process.stdout is not None
     said = ""
     for line in process.stdout:
@@ -130,7 +128,7 @@ def next_line(process: "subprocess.Popen[str]", pattern: str) -> re.Match[str]:
 
 
 def end(process: "subprocess.Popen[str]") -> None:
-    """Ends a Ray by its own processes: others may run on this machine."""
+    """Ends a Ray by the pids of its processes, because other Rays may run on this machine."""
     below = descendants(process.pid)
     process.send_signal(signal.SIGTERM)
     process.communicate()
@@ -139,7 +137,7 @@ def end(process: "subprocess.Popen[str]") -> None:
 
 
 def submit_options() -> list[str]:
-    """As README has them, for people to copy."""
+    """The options that the README gives people to copy."""
     (line,) = re.findall(r"^\$ ray job submit (.*) -- ", (ROOT / "README.md").read_text(), re.MULTILINE)
     return shlex.split(line)
 
@@ -153,7 +151,7 @@ def test_a_job_serves_drains_and_leaves_nothing(head: Head) -> None:
     log = head.follow("twopass")
     port = next_line(log, r"serving on 127\.0\.0\.1:(\d+)|warning: `ray job stop`")[1]
     assert port is not None, "it would be killed in its drain"
-    prompt, num_tokens = [1, 2, 3], 12_000  # for longer than the 3 s after which Ray kills unless it is told otherwise
+    prompt, num_tokens = [1, 2, 3], 12_000  # takes longer than the 3 s after which Ray kills by default
     with Client(f"127.0.0.1:{port}", timeout_s=HANG_S) as client:
         stream = client.generate(prompt_token_ids=prompt, max_tokens=num_tokens)
         got = next(stream).token_ids
@@ -175,8 +173,8 @@ def test_a_job_serves_drains_and_leaves_nothing(head: Head) -> None:
 
 
 def test_a_given_ray_that_dies_ends_the_command(head: Head) -> None:
-    """By our own look at the GCS, or by Ray's client in the process, whose raylet may end with the GCS before we have
-    looked.
+    """Either our own look at the GCS ends the command, or Ray's client in the process does, whose raylet may end with
+    the GCS before we have looked.
     """
     with command(**head.environment, RAY_ADDRESS=head.address) as serving:
         serving.await_serving()
@@ -184,7 +182,7 @@ def test_a_given_ray_that_dies_ends_the_command(head: Head) -> None:
         os.kill(gcs, signal.SIGKILL)
         code = serving.process.wait(HANG_S)
         assert code in (1, 2)
-        for pid, line in descendants(head.pid).items():  # as the Ray that is gone would have done
+        for pid, line in descendants(head.pid).items():  # a living Ray would have ended them
             if re.search("PrefillActor|DecodeActor|RouterActor", line):
                 os.kill(pid, signal.SIGKILL)
         _, said = serving.ended()

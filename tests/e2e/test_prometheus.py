@@ -1,5 +1,5 @@
-"""Metrics of a real deployment, split and colocated: they equal what was sent, and Prometheus gets an answer to every
-expression.
+"""Metrics of a real deployment, split and colocated. They equal what was sent, and every expression of the shipped
+files finds a series in Prometheus.
 """
 
 import re
@@ -24,14 +24,14 @@ from twopass import Client, InvalidRequest
 BLOCK_SIZE, BLOCK_BYTES = 16, 16 * 16
 BUDGET = 128
 NUM_DECODE_TOKENS = 40 * BLOCK_SIZE
-"""What the decode pool holds: too little for two long answers at once."""
+"""Tokens that the decode pool's blocks hold, too few for two long answers at once."""
 LONG = ([3, 1, 4] * 5, [2, 7, 1] * 5)
 """Two prompts that share nothing."""
 NUM_LONG = 500
-
+"""Tokens of each long answer."""
 
 Samples = dict[str, dict[frozenset[tuple[str, str]], float]]
-"""Values by metric, without its prefix, and labels."""
+"""Values by the metric's name, without its prefix, and by its labels."""
 
 
 class Scraped:
@@ -41,7 +41,7 @@ class Scraped:
         self._before, self._after = before, after
 
     def __call__(self, name: str, **labels: str) -> float:
-        """Sum over all series with these labels."""
+        """How much the sum over all series with these labels has grown."""
         wanted, before = labels.items(), self._before.get(name, {})
         return sum(value - before.get(key, 0.0) for key, value in self._after[name].items() if wanted <= set(key))
 
@@ -57,7 +57,7 @@ def scrape(deployment: Deployment) -> Samples:
 
 
 def await_final_status(deployment: Deployment) -> None:
-    """Until every engine has sent a status that it wrote after this call began."""
+    """Waits until every engine has sent a status that it wrote after this call began."""
     first = {load.address: load.status.seq if load.status else 0 for load in deployment.loads()}
     while not all(load.status and load.status.seq > first[load.address] + 1 for load in deployment.loads()):
         deployment.watch(0.02)
@@ -83,21 +83,30 @@ def client(deployment: Deployment) -> Iterator[Client]:
 
 
 def test_every_number_equals_what_was_sent(deployment: Deployment, client: Client) -> None:
-    """One prompt three times in a row, one answer that is a single token, three refusals and one cancel."""
+    """Sends one prompt of 100 tokens three times in a row, one whose answer is a single token, and three that are
+    refused.
+    """
     split = bool(deployment.config.prefill.replicas)
     prompt, num_tokens, times = [7] * 100, 20, 3
     before = scrape(deployment)
     for _ in range(times):
         answer = client.generate_text(prompt_token_ids=prompt, max_tokens=num_tokens)
         assert answer.token_ids == expected_tokens(prompt, num_tokens)
-        await_final_status(deployment)  # decode has freed its blocks: the next one finds them
+        await_final_status(deployment)  # decode has freed its blocks, so the next request finds them in its cache
     client.generate_text(prompt_token_ids=[9] * 40, max_tokens=1)
     for _ in range(3):
         with pytest.raises(InvalidRequest):
             client.generate_text(prompt_token_ids=[32_000], max_tokens=4)
     await_final_status(deployment)
     got = Scraped(before, scrape(deployment))
+    assert_requests_counted(got, split, times, num_tokens)
+    assert_steps_counted(got, split, times, num_tokens)
+    assert got("request_stage_seconds_sum") == pytest.approx(got("e2e_request_latency_seconds_sum"), rel=0.05)
+    assert got("queue_oldest_seconds") == got("requests_running") == got("requests_in_flight") == 0
 
+
+def assert_requests_counted(got: Scraped, split: bool, times: int, num_tokens: int) -> None:
+    """What the router counts: `times` answers of `num_tokens` tokens, one of a single token, and three refusals."""
     assert got("requests_accepted_total") == times + 1
     assert got("requests_rejected_total", reason="invalid") == got("requests_rejected_total") == 3
     assert got("requests_ended_total", reason="length") == got("requests_ended_total") == times + 1
@@ -110,7 +119,10 @@ def test_every_number_equals_what_was_sent(deployment: Deployment, client: Clien
     assert got("time_to_first_token_seconds_count") == got("e2e_request_latency_seconds_count") == times + 1
     assert got("inter_token_latency_seconds_count") == times * (num_tokens - 1)
 
-    num_hit = (times - 1) * 96  # six of seven blocks are whole
+
+def assert_steps_counted(got: Scraped, split: bool, times: int, num_tokens: int) -> None:
+    """What engines count: prefix hits, computed and transferred tokens, and nothing that went wrong."""
+    num_hit = (times - 1) * 96  # six of the prompt's seven blocks are full
     computing = "prefill" if split else "decode"
     assert got("prompt_tokens_total", pool=computing, source="computed") == times * 100 + 40 - num_hit
     assert got("prompt_tokens_total", pool=computing, source="cached") == num_hit
@@ -137,9 +149,6 @@ def test_every_number_equals_what_was_sent(deployment: Deployment, client: Clien
     ):
         assert got(f"{name}_total") == 0, name
 
-    assert got("request_stage_seconds_sum") == pytest.approx(got("e2e_request_latency_seconds_sum"), rel=0.05)
-    assert got("queue_oldest_seconds") == got("requests_running") == got("requests_in_flight") == 0
-
 
 def test_what_is_counted_is_what_clients_were_told_and_a_request_is_one_answer(
     deployment: Deployment, client: Client
@@ -153,7 +162,7 @@ def test_what_is_counted_is_what_clients_were_told_and_a_request_is_one_answer(
     assert [answer.finish_reason for answer in answers] == ["length"] * 3
     with pytest.raises(InvalidRequest):
         client.generate_texts(prompt_token_ids=[32_000], max_tokens=4, temperature=1.0, n=3)
-    await_final_status(deployment)  # the next test counts what engines do
+    await_final_status(deployment)  # so that the next test does not count these steps
     got = Scraped(before, scrape(deployment))
     assert got("requests_accepted_total") == got("requests_ended_total") == got("requests_by_path_total") == 4
     assert (got("requests_ended_total", reason="stop"), got("requests_ended_total", reason="length")) == (1, 3)
@@ -162,8 +171,8 @@ def test_what_is_counted_is_what_clients_were_told_and_a_request_is_one_answer(
 
 
 def test_two_answers_too_long_for_the_pool_preempt_once(deployment: Deployment, client: Client) -> None:
-    """The second one is thrown out when the pool is full, and finds no room before the first has ended. Its stages
-    include all that.
+    """The second answer is preempted when the pool is full, and finds no room before the first has ended. Its stages
+    include that wait.
     """
     before = scrape(deployment)
 
@@ -191,9 +200,7 @@ def test_two_answers_too_long_for_the_pool_preempt_once(deployment: Deployment, 
 
 
 def test_prometheus_finds_a_series_for_every_expression(deployment: Deployment, client: Client, tmp_path: Path) -> None:
-    """Small requests go on until each expression of dashboard, rules and alerts (up to its threshold) has had a
-    number.
-    """
+    """Sends small requests until each expression of dashboard, rules and alerts (less thresholds) has had a value."""
     program("prometheus")
     expressions = dashboard_expressions()
     for rule in rules():
@@ -201,7 +208,7 @@ def test_prometheus_finds_a_series_for_every_expression(deployment: Deployment, 
         expressions.append((rule.get("alert") or rule["record"], match[1] if match else rule["expr"]))
         if "record" in rule:
             expressions.append((rule["record"], rule["record"]))
-    if not deployment.config.prefill.replicas:  # nothing is transferred or leased
+    if not deployment.config.prefill.replicas:  # a colocated engine transfers and leases nothing
         expressions = [
             (name, text)
             for name, text in expressions

@@ -1,4 +1,4 @@
-"""Ray, or the supervisor, dies under a deployment or while it starts: the command ends and nothing is left."""
+"""When Ray or the supervisor dies, while a deployment runs or starts, the command ends and nothing is left."""
 
 import os
 import signal

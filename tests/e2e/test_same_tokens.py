@@ -1,7 +1,8 @@
-"""I7: split or not, in any pools, under any policy and budget, the same tokens. Bound: 2 minutes.
+"""Invariant I7: tokens are the same, split or colocated, in any pools, under any policy and budget. All tests together
+must take less than 2 minutes.
 
-fp32 on the committed prompts, whose top-2 margins are all above 0.005, against an independent implementation's tokens;
-the arithmetic model everywhere else, where equality is exact by construction.
+The real model runs in float32 on the committed prompts, whose top-2 margins are all above 0.005, and must give the
+tokens of an independent implementation. The other tests use the arithmetic model, whose tokens are exact.
 """
 
 import json
@@ -27,7 +28,7 @@ CASES: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "data" / "
     "cases"
 ]
 LONG = [token for case in CASES for token in case["prompt_ids"]] * 5
-"""650 tokens."""
+"""A prompt of 650 tokens."""
 POOLS = {"1P1D": (1, 1), "colocated": (0, 1), "2P2D": (2, 2), "1P3D": (1, 3), "colocated x2": (0, 2)}
 TABLE: list[str] = []
 
@@ -91,7 +92,7 @@ def test_a_long_prompt_is_answered_alike_split_and_colocated(demo_model: Path) -
 
 
 def test_a_prompt_of_8000_tokens_is_answered_alike_split_and_colocated(tmp_path: Path) -> None:
-    """A small random model: what counts here are 500 blocks, a position beside the model's last one, and chunks of
+    """Small random weights suffice: what counts are 500 blocks, a position next to the model's last one, and chunks of
     different sizes.
     """
     write_model_dir(tmp_path / "model", replace(TINY, max_position_embeddings=8192))

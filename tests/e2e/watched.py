@@ -1,4 +1,4 @@
-"""A deployment as `twopass serve` runs it, watched by a thread of the test's own process."""
+"""A deployment in the test's own process that is watched, as `twopass serve` does."""
 
 import threading
 from queue import SimpleQueue
@@ -9,7 +9,7 @@ from twopass import Client
 
 
 class Running:
-    """A deployment with a thread that watches it, as `twopass serve` does."""
+    """A deployment, a thread that watches it, and a client of it."""
 
     def __init__(self, deployment: Deployment, events: "SimpleQueue[str]") -> None:
         self.deployment, self.events = deployment, events
@@ -29,8 +29,8 @@ class Running:
 
 
 def await_idle(deployment: Deployment) -> None:
-    """Until every engine has greeted the router and sent two statuses that say it is idle: the baseline was checked
-    between them.
+    """Waits until every engine has sent its `Hello` and then two statuses that say it is idle. Between the two it has
+    checked that all its blocks are free.
     """
     num_engines = deployment.config.prefill.replicas + deployment.config.decode.replicas
     first: dict[str, int] = {}

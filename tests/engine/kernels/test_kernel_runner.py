@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from cluster import build
+from cluster import build, served_model
 from cluster.config import from_tree
 from engine.config import EngineConfig
 from engine.models import loading
@@ -318,7 +318,7 @@ def test_an_engine_on_a_gpu_gets_the_blocks_that_are_named_or_found(
     }
     tree = {"model": str(tmp_path), "dtype": "float32", "prefill": {**knobs, "num_blocks": 5}, "decode": knobs}
     config = from_tree(tree)
-    served = build.serve_model(config)
+    served = served_model.serve_model(config)
     assert build._prepare(config, config.prefill, served)[0] == 5
     blocks, make = build._prepare(config, config.decode, served)
     size = served.layout(config.decode).block_bytes

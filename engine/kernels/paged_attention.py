@@ -9,6 +9,9 @@ Scores are kept in base 2, all sums in float32.
 With few sequences and long contexts a decode's keys are split between programs and `merge_kernel` adds up what they
 found; the arithmetic is that of Dao et al., "Flash-Decoding" (2023): each part is a softmax of its own, weighed by its
 sum relative to the highest score of all.
+
+The file is longer than 300 lines because it is one kernel and its merge. Its functions are long because Triton passes
+every stride and constant by name, and because a program's registers live in one body.
 """
 
 from typing import NamedTuple

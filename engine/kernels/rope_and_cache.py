@@ -1,5 +1,5 @@
 """Between the fused projection and attention: norm q and k per head where the model does, rotate both, cache k and
-v.
+v. `rope_and_cache_kernel` is longer than 50 lines because a program's registers live in one body.
 """
 
 import torch

@@ -12,6 +12,8 @@ the values, so the least weight that `top_k` or `top_p` leaves is found by tryin
 row, then 16 between the two that enclose it: at most 8 passes, about 4 where the weights lie apart. The mass above a
 threshold is a float32 sum, where the CPU adds in float64: a `top_p` within 1e-6 of a token's edge may cut on the other
 side of it. The draw itself adds in float64.
+
+The file is longer than 300 lines because it holds the rules of one docstring, step by step.
 """
 
 import torch

@@ -35,7 +35,8 @@ def compare(
     window: int = 0,
 ) -> None:
     """Sequence b brings queries[b] tokens and has contexts[b] in the cache. What it does not own of cache and table is
-    poison, and so is what lies before the window of its first query.
+    poison, and so is what lies before the window of its first query. The function is longer than 50 lines because it
+    lays out one cache, step by step.
     """
     table_width = max(-(-context // block_size) for context in contexts) + 2
     num_blocks = sum(-(-context // block_size) for context in contexts) + 1

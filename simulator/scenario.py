@@ -1,5 +1,5 @@
-"""A scenario is what one simulated run consists of: engines, clients, speeds and faults. simulation.py plays it. `drawn`
-makes a small and nasty one from a seed; cluster/simulate.py makes one from a configuration and a workload.
+"""A scenario is what one simulated run consists of: engines, clients, speeds and faults. simulation.py plays it.
+`drawn` makes a small and nasty one from a seed; cluster/simulate.py makes one from a configuration and a workload.
 """
 
 import random

@@ -22,7 +22,7 @@ from engine.models.config import LongRope, ModelConfig, Rope, SlidingLayers
 from engine.models.decoder import Decoder
 from engine.models.loading import build_model
 from engine.runner import Batch, Runner, StepOutput
-from engine.runners import cuda, cuda_sampling, torch_cpu
+from engine.runners import cuda, cuda_memory, cuda_sampling, torch_cpu
 from engine.runners.cpu_ops import TorchOps
 from engine.runners.cuda import CUDARunner, DeviceLost, LaunchedStep
 from engine.runners.cuda_copies import DeviceEvent, upload
@@ -308,7 +308,8 @@ def test_an_engine_on_a_gpu_gets_the_blocks_that_are_named_or_found(
         "mem_get_info": (600_000, 1_000_000),
     }
     for name, value in numbers.items():
-        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+        monkeypatch.setattr(torch.cuda, name, lambda device=None, value=value: value)
+    monkeypatch.setattr(cuda_memory, "MEMORY_WAIT_S", 0.0)
     knobs = {
         "max_num_batched_tokens": 8,
         "max_num_seqs": 2,

@@ -10,13 +10,16 @@ from dataclasses import asdict
 from functools import wraps
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, ParamSpec
+from typing import TYPE_CHECKING, Annotated, ParamSpec
 
 import typer
 
 from protocol.errors import ConfigError, TwopassError
 from twopass.console import plain_console
 from twopass.errors import TwopassError as ClientError
+
+if TYPE_CHECKING:
+    from cluster.config import ClusterConfig
 
 P = ParamSpec("P")
 
@@ -171,6 +174,9 @@ def plan(
         float | None, typer.Option(min=1, help="Prompt tokens that one engine computes in a second.")
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Prints JSON.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Says instead what this machine lacks for it; exit code 1 if anything.")
+    ] = False,
 ) -> None:
     """Prints what a configuration means: blocks, sequences at once, steps per prompt, and which budget binds.
 
@@ -182,15 +188,15 @@ def plan(
     from cluster.pool_plan import Workload
 
     loaded = load(config, set_ or [])
+    if check:
+        _check_machine(loaded)
+        return
     seats = loaded.decode.engine.max_num_seqs * loaded.decode.replicas
     planned = planning.plan(
         loaded,
         Workload(prompt_tokens=prompt_tokens, output_tokens=output_tokens, num_running=running or seats),
         device_memory_bytes=planning.device_memory_bytes(loaded, device_memory_gib),
-        rates=planning.Rates(
-            transfer_bytes_per_s=gb_per_s * 1e9 if gb_per_s is not None else None,
-            prefill_tokens_per_s=prefill_tokens_per_s,
-        ),
+        rates=planning.Rates(gb_per_s and gb_per_s * 1e9, prefill_tokens_per_s),
     )
     if json_:
         typer.echo(json.dumps(asdict(planned)))
@@ -198,6 +204,18 @@ def plan(
     plain_console().print(table(planned))
     for warning in planned.warnings:
         console.print(f"warning: {warning}", style="yellow")
+
+
+def _check_machine(config: "ClusterConfig") -> None:
+    from cluster.preflight import missing_for, needs_of, this_machine
+    from cluster.served_model import serve_model
+
+    needs = needs_of(config, serve_model(config))
+    missing = list(missing_for(needs, this_machine(with_gpus=needs.num_gpus > 0)))
+    for line in missing or ["this machine has what the deployment needs"]:
+        typer.echo(line)
+    if missing:
+        raise typer.Exit(1)
 
 
 def simulate(

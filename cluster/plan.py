@@ -21,7 +21,7 @@ FAR_ABOVE = 2
 """`max_num_seqs` is worth a warning when it exceeds the sequences that the blocks hold by more than this factor."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Rates:
     """Rates that were measured elsewhere. The plan leaves out what needs a rate that is None."""
 

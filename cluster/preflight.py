@@ -15,8 +15,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from protocol.errors import StartupError
+
+if TYPE_CHECKING:
+    from cluster.config import ClusterConfig
+    from cluster.served_model import ServedModel
 
 SHARED_MEMORY = Path("/dev/shm")
 ASK_S = 30.0
@@ -87,6 +92,19 @@ class Needs:
     transport: str
     """As `transfer.transport` names it."""
     shared_memory_bytes: int
+
+
+def needs_of(config: "ClusterConfig", served: "ServedModel") -> Needs:
+    """A prefill engine on a CPU has its whole cache in shared memory, one on a GPU its lease words alone."""
+    from cluster.served_model import num_blocks  # the GPU check, which asks nothing else of a configuration, has none
+
+    pool = config.prefill
+    on_host = pool.replicas if config.device_of(pool) == "cpu" else 0
+    return Needs(
+        num_gpus=sum(pool.replicas * pool.num_gpus for pool in config.pools.values()),
+        transport=config.transfer.transport,
+        shared_memory_bytes=on_host and on_host * num_blocks(config, pool, served) * served.layout(pool).block_bytes,
+    )
 
 
 def check(needs: Needs, machine: Machine) -> None:

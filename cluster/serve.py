@@ -18,8 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from cluster import build, served_model
+from cluster import build, preflight, served_model
 from cluster.config import ClusterConfig, PoolConfig
+from cluster.ray_address import is_given
 from cluster.ray_cluster import Bundle, RayCluster
 from cluster.ray_handles import Actor, ActorDied, Mailbox
 from cluster.replica_process import ReplicaProcess
@@ -148,6 +149,9 @@ class Deployment:
         for warning in served_model.limit_warnings(config, served):
             self.progress(f"warning: {warning}")
         remove_stale()
+        if not is_given():  # a given Ray may put the engines onto another machine
+            needs = preflight.needs_of(config, served)
+            preflight.check(needs, preflight.this_machine(with_gpus=needs.num_gpus > 0))
         self.port, self.metrics_port = config.router.grpc_port, config.router.metrics_port
         names = [(f"{name}-{i}", name) for name, pool in config.pools.items() for i in range(pool.replicas)]
         self._engines = [ReplicaProcess(name, role, bundle) for bundle, (name, role) in enumerate(names)]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -112,6 +113,15 @@ def test_the_plan_folds_and_cuts_nothing() -> None:
     )
     assert "max_num_seqs" in wide and "…" not in wide
     assert "…" not in narrow and narrow.count("\n") > wide.count("\n")
+
+
+def test_plan_checks_the_machine() -> None:
+    few, many = (
+        run("plan", "--check", "--set", "runner=arithmetic", "--set", f"prefill.num_blocks={num}")
+        for num in (64, 2**40)
+    )
+    assert (few.returncode, few.stdout) == (0, "this machine has what the deployment needs\n")
+    assert many.returncode == 1 and re.match(r"/dev/shm: \d+ bytes of shared memory needed .*--shm-size", many.stdout)
 
 
 def test_replay_writes_and_shows_the_steps(tmp_path: Path) -> None:

@@ -100,9 +100,7 @@ def test_a_taken_port_is_named() -> None:
 
 def test_too_little_shared_memory_is_said_and_nothing_is_left() -> None:
     error = failure(*SERVE, "--set", "router.grpc_port=0", "--set", f"prefill.num_blocks={2**36}")
-    assert re.search(
-        r"CapacityError: /dev/shm: \d+ bytes of shared memory needed for the KV cache, \d+ available", error
-    )
+    assert re.search(r"StartupError: .*\n +/dev/shm: \d+ bytes .* needed for the KV caches, \d+ available", error)
 
 
 def test_sigterm_to_every_process_drains_and_leaves_nothing() -> None:

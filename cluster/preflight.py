@@ -21,7 +21,6 @@ from protocol.errors import StartupError
 
 if TYPE_CHECKING:
     from cluster.config import ClusterConfig
-    from cluster.served_model import ServedModel
 
 SHARED_MEMORY = Path("/dev/shm")
 ASK_S = 30.0
@@ -94,16 +93,20 @@ class Needs:
     shared_memory_bytes: int
 
 
-def needs_of(config: "ClusterConfig", served: "ServedModel") -> Needs:
-    """A prefill engine on a CPU has its whole cache in shared memory, one on a GPU its lease words alone."""
-    from cluster.served_model import num_blocks  # the GPU check, which asks nothing else of a configuration, has none
+def needs_of(config: "ClusterConfig") -> Needs:
+    """A prefill engine on a CPU has its whole cache in shared memory, one on a GPU little more than its lease words.
+    Raises ModelError where the size of a cache depends on a model that cannot be read.
+    """
+    from cluster.served_model import num_blocks, serve_model  # the GPU check has no configuration to ask about
 
-    pool = config.prefill
-    on_host = pool.replicas if config.device_of(pool) == "cpu" else 0
+    pool, cache_bytes = config.prefill, 0
+    if pool.replicas and config.device_of(pool) == "cpu":
+        served = serve_model(config)
+        cache_bytes = num_blocks(config, pool, served) * served.layout(pool).block_bytes
     return Needs(
         num_gpus=sum(pool.replicas * pool.num_gpus for pool in config.pools.values()),
         transport=config.transfer.transport,
-        shared_memory_bytes=on_host and on_host * num_blocks(config, pool, served) * served.layout(pool).block_bytes,
+        shared_memory_bytes=pool.replicas * cache_bytes,
     )
 
 

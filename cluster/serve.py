@@ -150,7 +150,7 @@ class Deployment:
             self.progress(f"warning: {warning}")
         remove_stale()
         if not is_given():  # a given Ray may put the engines onto another machine
-            needs = preflight.needs_of(config, served)
+            needs = preflight.needs_of(config)
             preflight.check(needs, preflight.this_machine(with_gpus=needs.num_gpus > 0))
         self.port, self.metrics_port = config.router.grpc_port, config.router.metrics_port
         names = [(f"{name}-{i}", name) for name, pool in config.pools.items() for i in range(pool.replicas)]

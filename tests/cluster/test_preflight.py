@@ -1,13 +1,16 @@
 """What a machine lacks is named before the first launch, with the remedy."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cluster.preflight import Driver, Machine, Needs, check, missing_for, this_machine
+from cluster.config import load
+from cluster.preflight import Driver, Machine, Needs, check, missing_for, needs_of, this_machine
 from protocol.errors import StartupError
 
+ROOT = Path(__file__).parents[2]
 PEERS = ((True, True), (True, True))
 NODE = Machine(
     compiler="/usr/bin/gcc",
@@ -76,3 +79,15 @@ def test_the_driver_is_asked_in_a_process_of_its_own() -> None:
         assert "libcuda" in driver or "cuInit" in driver
     else:
         assert driver.num_gpus == len(driver.peers)
+
+
+def test_what_a_deployment_needs_follows_from_its_configuration() -> None:
+    one, three = (
+        needs_of(load(None, ["runner=arithmetic", "prefill.num_blocks=64", f"prefill.replicas={num}"]))
+        for num in (1, 3)
+    )
+    assert (one.num_gpus, three.shared_memory_bytes) == (0, 3 * one.shared_memory_bytes)
+    assert one.shared_memory_bytes % 64 == 0 and one.shared_memory_bytes > 0
+    assert needs_of(load(None, ["runner=arithmetic", "prefill.replicas=0"])).shared_memory_bytes == 0
+    node = needs_of(load(ROOT / "deploy" / "4xh100.yaml", ["transfer.transport=cuda_ipc"]))
+    assert (node.num_gpus, node.transport, node.shared_memory_bytes) == (4, "cuda_ipc", 0)

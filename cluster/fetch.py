@@ -14,9 +14,9 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from engine.cache_dir import cache_dir
 from engine.models.checkpoint import check_model_dir
 from engine.models.config_file import eos_token_ids
+from jit.cache_dir import cache_dir
 from protocol.errors import ModelError
 from router.tokenizer import TextTokenizer
 

@@ -21,7 +21,7 @@ from protocol.messages import Address, RequestKey
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
-PACKAGES = ("protocol", "engine", "kv_transfer", "prefill_pool", "decode_pool", "router", "cluster")
+PACKAGES = ("protocol", "jit", "engine", "kv_transfer", "prefill_pool", "decode_pool", "router", "cluster")
 """The packages whose level is set. Logs of libraries appear from `warning` on."""
 
 _STANDARD = frozenset({*vars(logging.makeLogRecord({})), "message", "asctime"})

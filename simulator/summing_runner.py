@@ -5,11 +5,11 @@ from typing import NewType
 
 import numpy as np
 
-from engine.loops_compile import compiled_loop, one_compiles, put_compiled
 from engine.runner import Batch, StepOutput
 from engine.runners import arithmetic_model
 from engine.runners.arithmetic import ArithmeticRunner
 from engine.runners.arithmetic_model import MULTIPLIER, PRIME, VOCAB_SIZE
+from jit.loops_compile import compiled_loop, one_compiles, put_compiled
 from protocol.arrays import Bool, Int32, Int64
 
 SOURCES = (__file__, arithmetic_model.__file__)

@@ -5,9 +5,9 @@ from typing import NewType
 
 import numpy as np
 
-from engine.loops_compile import compiled_loop, one_compiles, put_compiled
 from engine.runners import arithmetic_model
 from engine.runners.arithmetic_model import MULTIPLIER, PRIME
+from jit.loops_compile import compiled_loop, one_compiles, put_compiled
 from protocol.arrays import Int32, Int64
 
 SOURCES = (__file__, arithmetic_model.__file__)

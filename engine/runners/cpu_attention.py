@@ -17,7 +17,6 @@ import numpy as np
 from numba import prange
 from numba.extending import register_jitable
 
-from engine.kernel_cache import compiled, variant
 from engine.runners import cpu_elements, cpu_simd
 from engine.runners.cpu_elements import Stored, exp2, load, store
 from engine.runners.cpu_simd import (
@@ -29,6 +28,7 @@ from engine.runners.cpu_simd import (
     make_weigh_values,
     make_widen_row,
 )
+from jit.kernel_cache import compiled, variant
 from protocol.arrays import Float32, Int32, Int64
 
 SOURCES = (__file__, cpu_elements.__file__, cpu_simd.__file__)

@@ -6,15 +6,18 @@ matrix of a small model; on one without them several times as fast as torch's.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 from numba import prange
 
-from engine.kernel_cache import compiled
 from engine.runners import cpu_simd
 from engine.runners.cpu_simd import has_feature, make_dots
+from jit.kernel_cache import compiled
+from protocol.arrays import Float32
 
+BF16 = npt.NDArray[np.uint16]
 SOURCES = (__file__, cpu_simd.__file__)
 
 TERMS = 32
@@ -29,11 +32,14 @@ RUN = 64
 """Rows of weights that stay in the cache while all of x passes."""
 
 
+class Head(Protocol):
+    """out [L, vocab] float32 = x [L, hidden] @ weights [vocab, hidden].T, both bf16 as uint16, by `num_bins` threads."""
+
+    def __call__(self, x: BF16, weights: BF16, out: Float32, num_bins: int) -> None: ...
+
+
 @functools.cache
-def make_head(hidden: int, *, pairs: bool = PAIRS, wide: bool = WIDE) -> Callable[..., None]:
-    """head(x, weights, out, num_bins): out [L, vocab] float32 = x [L, hidden] @ weights [vocab, hidden].T, both bf16 as
-    uint16.
-    """
+def make_head(hidden: int, *, pairs: bool = PAIRS, wide: bool = WIDE) -> Head:
     ACROSS = COLUMNS if wide else 1
     tile, line, dot = (
         make_dots(ROWS, ACROSS, hidden, pairs),
@@ -42,7 +48,7 @@ def make_head(hidden: int, *, pairs: bool = PAIRS, wide: bool = WIDE) -> Callabl
     )
     BYTES = 2 * hidden
 
-    def head(x: Any, weights: Any, out: Any, num_bins: int) -> None:
+    def head(x: BF16, weights: BF16, out: Float32, num_bins: int) -> None:
         num_rows, vocab_size = out.shape
         in_tiles = num_rows - num_rows % ROWS
         from_x, from_weights, to = x.ctypes.data, weights.ctypes.data, out.ctypes.data

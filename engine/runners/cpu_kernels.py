@@ -7,9 +7,9 @@ import numpy as np
 from numba import prange
 from numba.extending import register_jitable
 
-from engine.kernel_cache import compiled
 from engine.runners import cpu_elements
 from engine.runners.cpu_elements import LOG2E, Stored, exp2, load, store
+from jit.kernel_cache import compiled
 from protocol.arrays import Float32
 
 SOURCES = (__file__, cpu_elements.__file__)

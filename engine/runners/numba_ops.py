@@ -4,7 +4,6 @@ import numba
 import numpy as np
 import torch
 
-from engine.kernel_cache import one_compiles
 from engine.models.config import Activation
 from engine.models.decoder import Decoder, float32_logits
 from engine.models.ops import Attention
@@ -12,6 +11,7 @@ from engine.runners import cpu_attention, cpu_head, cpu_kernels
 from engine.runners.cpu_attention import Shape, supports
 from engine.runners.cpu_elements import Stored
 from engine.runners.step_plan import StepPlan
+from jit.kernel_cache import one_compiles
 from protocol.arrays import Int64
 
 __all__ = ["NumbaOps", "supports", "work_items"]

@@ -20,7 +20,7 @@ from typing import NewType
 
 import numpy as np
 
-from engine.loops_compile import compiled_loop, one_compiles, put_compiled
+from jit.loops_compile import compiled_loop, one_compiles, put_compiled
 from protocol import block_hash
 from protocol.arrays import Int32, Int64
 from protocol.block_hash import HASH_WORDS

@@ -8,7 +8,7 @@ from typing import Any, NewType
 
 import numpy as np
 
-from engine.loops_compile import compiled_loop
+from jit.loops_compile import compiled_loop
 from protocol import block_hash
 from protocol.arrays import Int32, UInt64
 from protocol.block_hash import HASH_BYTES, HASH_WORDS

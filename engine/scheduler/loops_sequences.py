@@ -15,10 +15,10 @@ from typing import NewType
 
 import numpy as np
 
-from engine.loops_compile import compiled_loop, one_compiles, put_compiled
 from engine.scheduler import loops_blocks, loops_hash
 from engine.scheduler.loops_blocks import NUM_COUNTS, BlockIds, Blocks, Counts, Index, Log, name_block
 from engine.scheduler.loops_hash import NUM_WORDS, Chain, hash_block
+from jit.loops_compile import compiled_loop, one_compiles, put_compiled
 from protocol.arrays import Int32, Int64, UInt64
 from protocol.block_hash import HASH_WORDS
 

@@ -16,7 +16,6 @@ from typing import NewType
 
 import numpy as np
 
-from engine.loops_compile import compiled_loop, one_compiles, put_compiled
 from engine.scheduler import loops_sequences
 from engine.scheduler.loops_blocks import NUM_BLANK, NUM_CACHED, NUM_COUNTS, Blocks, Counts, Index, Log, pop
 from engine.scheduler.loops_sequences import (
@@ -41,6 +40,7 @@ from engine.scheduler.loops_sequences import (
     State,
     TokenIds,
 )
+from jit.loops_compile import compiled_loop, one_compiles, put_compiled
 from protocol.arrays import Bool, Int32, Int64
 
 SOURCES = (__file__, *loops_sequences.SOURCES)

@@ -6,7 +6,7 @@ Where numba is not installed numpy copies row by row, holding the lock between r
 
 from collections.abc import Callable
 from functools import cache
-from importlib import import_module
+from importlib.util import find_spec
 
 import numpy as np
 import numpy.typing as npt
@@ -29,22 +29,14 @@ def _copy_whole_rows(destination: Blocks, source: Blocks, dst_rows: Int64, src_r
         destination[dst] = source[src]
 
 
-def _compile() -> Callable[..., None]:
-    try:
-        njit = import_module("numba").njit
-    except ModuleNotFoundError:
-        return _copy_whole_rows
-    try:
-        return njit(nogil=True, cache=True)(_copy_rows)  # type: ignore[no-any-return]
-    except RuntimeError:
-        # No folder to cache machine code in can be written.
-        return njit(nogil=True)(_copy_rows)  # type: ignore[no-any-return]
-
-
 @cache
 def _compiled() -> Callable[..., None]:
     """Loads numba when blocks are first copied: whoever only configures transfers does not wait for it."""
-    return _compile()
+    if find_spec("numba") is None:
+        return _copy_whole_rows
+    from jit.kernel_cache import compiled_loop
+
+    return compiled_loop((__file__,), nogil=True)(_copy_rows)
 
 
 def widest(blocks: Blocks) -> npt.NDArray[np.unsignedinteger]:

@@ -6,9 +6,9 @@ import torch
 
 pytest.importorskip("numba")
 
-from engine.kernel_cache import one_compiles
 from engine.models.decoder import float32_logits
 from engine.runners import cpu_head
+from jit.kernel_cache import one_compiles
 
 
 @pytest.mark.parametrize("vocab_size", [1, 3, 64, 97, 130, 1024])

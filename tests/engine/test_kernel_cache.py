@@ -19,12 +19,12 @@ import torch
 
 pytest.importorskip("numba")
 
-from engine import kernel_cache
-from engine.kernel_cache import KernelCache, compiled, compiled_loop, folder_of, one_compiles
 from engine.models.loading import build_model
 from engine.runners import cpu_attention, cpu_simd
 from engine.runners.cpu_simd import make_widen_row
 from engine.runners.torch_cpu import TorchCPURunner
+from jit import kernel_cache
+from jit.kernel_cache import KernelCache, compiled, compiled_loop, folder_of, one_compiles
 from tests.engine.tiny_llama import TINY, random_tensors
 
 pytestmark = pytest.mark.filterwarnings(
@@ -73,7 +73,7 @@ def test_loops_are_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 LOOP = """
-from engine.kernel_cache import compiled_loop
+from jit.kernel_cache import compiled_loop
 
 
 @compiled_loop((__file__,))

@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("numba")
 
 ROOT = Path(__file__).parents[2]
-NOT_BAKED = {"engine.kernel_cache", "engine.loops_compile", "protocol.arrays"}
+NOT_BAKED = {"jit.kernel_cache", "jit.loops_compile", "protocol.arrays"}
 """How functions are compiled, which every folder is named after, and the types of arrays, which every signature names.
 """
 MODULES = sorted(
@@ -126,7 +126,7 @@ def test_a_changed_constant_is_compiled_anew_in_whatever_file_it_is(tmp_path: Pa
     """The arithmetic model's constants are in the machine code of two packages; here their file has another name,
     too.
     """
-    for package in ("engine", "protocol", "simulator"):
+    for package in ("jit", "engine", "protocol", "simulator"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
     model = tmp_path / "engine/runners/model_of_sums.py"
     (tmp_path / "engine/runners/arithmetic_model.py").rename(model)

@@ -1,14 +1,16 @@
-"""The compiled copy, with and without a folder to keep machine code in, and the copy where nothing compiles."""
+"""The compiled copy, what becomes of damaged machine code, and the copy where nothing compiles."""
 
+import os
+import subprocess
 import sys
-from collections.abc import Callable
-from typing import Any
+from pathlib import Path
 
-import numba
 import numpy as np
 import pytest
 
 from kv_transfer.transports import copy_blocks as module
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("block_bytes", [8, 12])
@@ -19,23 +21,32 @@ def test_rows_go_where_they_are_sent_and_nowhere_else(block_bytes: int) -> None:
     assert np.array_equal(destination, np.stack([0 * source[0], source[5], source[5], 0 * source[0], source[0]]))
 
 
-def test_without_a_writable_folder_it_is_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    njit: Callable[..., Any] = numba.njit
+COPY_ONE = """
+import numpy as np
+from kv_transfer.transports.copy_blocks import copy_blocks
+destination, source = np.zeros((2, 4), np.uint8), np.ones((1, 4), np.uint8)
+copy_blocks(destination, source, np.array([1]), np.array([0]))
+print(destination.sum(axis=1).tolist())
+"""
 
-    def no_folder(*, nogil: bool, cache: bool = False) -> Callable[..., Any]:
-        if cache:
-            raise RuntimeError("cannot cache function: no locator available")
-        return njit(nogil=nogil)  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(numba, "njit", no_folder)
-    destination, source = np.zeros((2, 4), np.uint8), np.ones((1, 4), np.uint8)
-    module._compile()(destination, source, np.array([1]), np.array([0]))
-    assert destination.sum(axis=1).tolist() == [0, 4]
+def test_damaged_machine_code_is_compiled_again(tmp_path: Path) -> None:
+    def copied() -> str:
+        environment = {**os.environ, "TWOPASS_CACHE": str(tmp_path)}
+        command = [sys.executable, "-c", COPY_ONE]
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+
+    assert copied() == "[0, 4]\n"
+    kept = [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size > 1000]
+    assert kept, "machine code lies in the cache that the kernels have"
+    for path in kept:
+        path.write_bytes(path.read_bytes()[:500])
+    assert copied() == "[0, 4]\n"
 
 
 def test_without_a_compiler_rows_are_copied_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
-    monkeypatch.setattr(module, "_compiled", module._compile)
-    assert module._compile() is module._copy_whole_rows
+    monkeypatch.setattr(module, "_compiled", module._compiled.__wrapped__)
+    assert module._compiled() is module._copy_whole_rows
     test_rows_go_where_they_are_sent_and_nowhere_else(8)
     test_rows_go_where_they_are_sent_and_nowhere_else(12)

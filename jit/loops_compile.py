@@ -30,7 +30,7 @@ class _Loop:
     def compiled(self) -> Any:
         """The compiled function, which numba calls a dispatcher."""
         if self._compiled is None:
-            from engine.kernel_cache import compiled_loop
+            from jit.kernel_cache import compiled_loop
 
             self._compiled = compiled_loop(self._sources)(self._function)
         return self._compiled
@@ -67,7 +67,7 @@ def one_compiles(sources: tuple[str, ...]) -> Iterator[None]:
     if not _HAS_NUMBA:
         yield
         return
-    from engine.kernel_cache import one_compiles
+    from jit.kernel_cache import one_compiles
 
     with one_compiles(sources):
         yield

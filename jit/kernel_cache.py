@@ -22,7 +22,7 @@ import numba
 from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 
-from engine.cache_dir import cache_dir
+from jit.cache_dir import cache_dir
 
 F = TypeVar("F", bound=Callable[..., Any])
 Sources = tuple[str, ...]
@@ -158,16 +158,18 @@ def compiled(sources: Sources, key: str = "") -> Callable[[F], F]:
     return compile_it
 
 
-def compiled_loop(sources: Sources) -> Callable[[F], F]:
-    """Decorates a loop of about a microsecond. It runs on one thread and keeps the interpreter lock, since getting it
-    back may take milliseconds.
+def compiled_loop(sources: Sources, *, nogil: bool = False) -> Callable[[F], F]:
+    """Decorates a loop that runs on one thread. One of about a microsecond keeps the interpreter lock, since getting it
+    back may take milliseconds; with `nogil` a long one lets go of it.
 
     The loop must allocate nothing: numba's counting of array references, which would take longer than some
     loops, is off.
     """
 
     def compile_it(function: F) -> F:
-        loop: F = _cached(numba.njit(function, error_model="numpy", boundscheck=False, _nrt=False), sources, "")
+        loop: F = _cached(
+            numba.njit(function, error_model="numpy", boundscheck=False, nogil=nogil, _nrt=False), sources, ""
+        )
         return loop
 
     return compile_it

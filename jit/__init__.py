@@ -1,0 +1,1 @@
+"""Machine code: compiled once by numba, kept on disk, and never trusted without a digest."""

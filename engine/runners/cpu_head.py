@@ -8,16 +8,14 @@ matrix of a small model; on one without them several times as fast as torch's.
 import functools
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 from numba import prange
 
 from engine.runners import cpu_simd
+from engine.runners.cpu_elements import Stored
 from engine.runners.cpu_simd import has_feature, make_dots
 from jit.kernel_cache import compiled
 from protocol.arrays import Float32
 
-BF16 = npt.NDArray[np.uint16]
 SOURCES = (__file__, cpu_simd.__file__)
 
 TERMS = 32
@@ -33,9 +31,11 @@ RUN = 64
 
 
 class Head(Protocol):
-    """out [L, vocab] float32 = x [L, hidden] @ weights [vocab, hidden].T, both bf16 as uint16, by `num_bins` threads."""
+    """out [L, vocab] float32 = x [L, hidden] @ weights [vocab, hidden].T, both bf16 as uint16. Each of the `num_bins`
+    threads computes a share of the columns.
+    """
 
-    def __call__(self, x: BF16, weights: BF16, out: Float32, num_bins: int) -> None: ...
+    def __call__(self, x: Stored, weights: Stored, out: Float32, num_bins: int) -> None: ...
 
 
 @functools.cache
@@ -48,7 +48,7 @@ def make_head(hidden: int, *, pairs: bool = PAIRS, wide: bool = WIDE) -> Head:
     )
     BYTES = 2 * hidden
 
-    def head(x: BF16, weights: BF16, out: Float32, num_bins: int) -> None:
+    def head(x: Stored, weights: Stored, out: Float32, num_bins: int) -> None:
         num_rows, vocab_size = out.shape
         in_tiles = num_rows - num_rows % ROWS
         from_x, from_weights, to = x.ctypes.data, weights.ctypes.data, out.ctypes.data

@@ -156,7 +156,7 @@ def _num_blocks(key: str, pool: PoolConfig, runner: str, block_bytes: int, free_
     return num_bytes // block_bytes, name
 
 
-def _ceilings(role: str, engine: EngineConfig, load: Workload, num_contexts: int) -> dict[Budget, int]:
+def _ceilings(role: Role, engine: EngineConfig, load: Workload, num_contexts: int) -> dict[Budget, int]:
     """Sequences at once that each budget allows. In a prefill engine the token budget allows as many as fill one step.
 
     In a colocated engine every answer of O tokens brings a prompt of P tokens, so in the long run P / O prompt tokens
@@ -172,7 +172,7 @@ def _ceilings(role: str, engine: EngineConfig, load: Workload, num_contexts: int
 
 
 def _prompt_tokens_per_step(
-    role: str, engine: EngineConfig, load: Workload, num_contexts: int, num_running: int
+    role: Role, engine: EngineConfig, load: Workload, num_contexts: int, num_running: int
 ) -> int:
     if role == "prefill":
         return min(engine.max_num_seqs, num_contexts) * _chunk_cap(engine, load.prompt_tokens)
@@ -198,6 +198,6 @@ def _first_chunk(engine: EngineConfig, prompt_tokens: int, num_decodes: int, *, 
     return min(room, prompt_tokens if alone else _chunk_cap(engine, prompt_tokens))
 
 
-def section(role: str) -> str:
+def section(role: Role) -> PoolName:
     """Name of the configuration section that an engine of this role reads."""
     return "prefill" if role == "prefill" else "decode"

@@ -104,11 +104,11 @@ def _assemble(
 
 
 def make_cache(config: ClusterConfig, pool: PoolConfig, blocks: int, layout: KVLayout) -> KVCache:
-    """A zeroed cache that no other process needs to see by name."""
+    """A zeroed cache, uint8 [blocks, block_bytes], that no other process needs to find by name."""
     device = _device(config, pool)
     if device is None:
         cache = np.empty((blocks, layout.block_bytes), np.uint8)
-        cache.fill(0)  # touches every page now, so that no pull pays for it
+        cache.fill(0)  # touches every page now, so that no pull has to wait for that
         return KVCache.in_host_memory(cache)
     import torch
 
@@ -119,7 +119,7 @@ def make_cache(config: ClusterConfig, pool: PoolConfig, blocks: int, layout: KVL
 
 
 def _device(config: ClusterConfig, pool: PoolConfig) -> Device | None:
-    """The GPU that an engine of the pool takes; None: it computes on the CPU."""
+    """The GPU of an engine of the pool. None: the engine computes on the CPU."""
     if config.device_of(pool) == "cpu":
         return None
     from kv_transfer.device.cuda_driver import CudaDevice

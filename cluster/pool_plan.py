@@ -25,7 +25,7 @@ DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 LOGIT_BYTES = 4
 
 Role = Literal[PoolName, "colocated"]
-"""What the engines of a pool are for, where one kind may be for everything."""
+"""What an engine does. A "colocated" engine computes prompts and writes answers."""
 Budget = Literal["max_num_seqs", "max_num_batched_tokens", "KV blocks"]
 
 

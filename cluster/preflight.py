@@ -1,7 +1,7 @@
-"""What a machine lacks for a deployment, found before anything is launched, each thing with its remedy.
+"""Finds what a machine lacks for a deployment before anything is launched, and names a remedy for each thing.
 
-An engine on a GPU would find out by itself, but late: after the weights are loaded, and with the words of a compiler or
-of the driver.
+An engine on a GPU would fail by itself, but only after the weights are loaded, and with an error of the compiler or the
+driver.
 """
 
 import json
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 SHARED_MEMORY = Path("/dev/shm")
 ASK_S = 30.0
-"""Longest wait for what a process of its own asks the driver."""
+"""Longest wait for the process that asks the driver."""
 
 _ASK_DRIVER = """
 import ctypes, json
@@ -46,32 +46,34 @@ print(json.dumps([version, count, peers]))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Driver:
-    """What the CUDA driver says: the newest CUDA it runs as 1000 major + 10 minor, and GPU by GPU who reads whom."""
+    """What the CUDA driver reports."""
 
     version: int
+    """The newest CUDA that it runs, as 1000 major + 10 minor."""
     num_gpus: int
     peers: tuple[tuple[bool, ...], ...]
+    """`peers[a][b]` says whether GPU a can read the memory of GPU b."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What matters of the machine that the engines are to run on."""
+    """The properties of a machine that decide whether engines can run on it."""
 
     compiler: str | None
-    """A C compiler's path."""
+    """Path of a C compiler."""
     has_python_h: bool
     has_triton: bool
     torch_cuda: tuple[int, int] | None
-    """CUDA that the installed torch was built for; None: for none, or no torch."""
+    """The CUDA version (major, minor) that torch was built for. None: torch is a CPU build or is not installed."""
     driver: Driver | str
-    """Or why it cannot be asked."""
+    """The driver's report, or why there is none."""
     shared_memory_bytes: int
-    """Free in /dev/shm."""
+    """Free bytes in /dev/shm."""
 
 
 def this_machine(*, with_gpus: bool) -> Machine:
-    """Asks this machine. `with_gpus` False: the driver is left alone. It is asked in a process of its own, because
-    whoever has asked can never again be forked into one that uses a GPU.
+    """Examines this machine. The driver is asked only if `with_gpus`, and in a process of its own: a process that has
+    initialised CUDA cannot fork one that uses a GPU.
     """
     return Machine(
         compiler=next((path for name in _compilers() if (path := shutil.which(name))), None),
@@ -89,15 +91,17 @@ class Needs:
 
     num_gpus: int
     transport: str
-    """As `transfer.transport` names it."""
+    """The value of `transfer.transport`."""
     shared_memory_bytes: int
 
 
 def needs_of(config: "ClusterConfig") -> Needs:
-    """A prefill engine on a CPU has its whole cache in shared memory, one on a GPU little more than its lease words.
-    Raises ModelError where the size of a cache depends on a model that cannot be read.
+    """What the deployment needs. A prefill engine on a CPU has its whole cache in shared memory. One on a GPU has only
+    little more than its lease words there, which are not counted. Raises ModelError if the size of a cache depends on a
+    model that cannot be read.
     """
-    from cluster.served_model import num_blocks, serve_model  # the GPU check has no configuration to ask about
+    # The GPU check imports this module without reading a configuration.
+    from cluster.served_model import num_blocks, serve_model
 
     pool, cache_bytes = config.prefill, 0
     if pool.replicas and config.device_of(pool) == "cpu":
@@ -111,13 +115,13 @@ def needs_of(config: "ClusterConfig") -> Needs:
 
 
 def check(needs: Needs, machine: Machine) -> None:
-    """Raises StartupError that names all that is missing."""
+    """Raises a StartupError that names everything that is missing, or returns."""
     if missing := list(missing_for(needs, machine)):
         raise StartupError("\n  ".join(["this machine cannot run the deployment:", *missing]))
 
 
 def missing_for(needs: Needs, machine: Machine) -> Iterator[str]:
-    """What is missing, a line each, with its remedy."""
+    """Yields one line for each thing that is missing, with its remedy."""
     if machine.shared_memory_bytes < needs.shared_memory_bytes:
         yield (
             f"/dev/shm: {needs.shared_memory_bytes} bytes of shared memory needed for the KV caches, "
@@ -141,7 +145,7 @@ def missing_for(needs: Needs, machine: Machine) -> Iterator[str]:
 
 
 def _of_driver(needs: Needs, driver: Driver, torch_cuda: tuple[int, int] | None) -> Iterator[str]:
-    """Minor versions of CUDA get along with each other, older majors of a driver do not run newer builds."""
+    """Yields what is missing in the driver's report. A driver runs no CUDA of a newer major version than its own."""
     major, minor = driver.version // 1000, driver.version % 1000 // 10
     if torch_cuda is not None and torch_cuda[0] > major:
         yield (
@@ -161,12 +165,12 @@ def _of_driver(needs: Needs, driver: Driver, torch_cuda: tuple[int, int] | None)
 
 
 def _compilers() -> list[str]:
-    """As Triton looks for one."""
+    """Names of C compilers, in the order in which Triton looks for one."""
     return [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang", "cc"]
 
 
 def _torch_cuda() -> tuple[int, int] | None:
-    """Read out of torch's own file: importing torch takes seconds."""
+    """Reads torch's version file, because importing torch takes seconds."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None

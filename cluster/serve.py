@@ -149,7 +149,7 @@ class Deployment:
         for warning in served_model.limit_warnings(config, served):
             self.progress(f"warning: {warning}")
         remove_stale()
-        if not is_given():  # a given Ray may put the engines onto another machine
+        if not is_given():  # a given Ray may place the engines on another machine
             needs = preflight.needs_of(config)
             preflight.check(needs, preflight.this_machine(with_gpus=needs.num_gpus > 0))
         self.port, self.metrics_port = config.router.grpc_port, config.router.metrics_port

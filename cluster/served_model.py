@@ -60,7 +60,7 @@ def serve_model(config: ClusterConfig) -> ServedModel:
 
 
 def longest_sequence(config: ClusterConfig) -> int:
-    """`max_model_len` of the deployment: the larger one of its pools', because both must rotate alike."""
+    """The larger `max_model_len` of the pools. It counts for both, because both must rotate by the same frequencies."""
     return max(pool.engine.max_model_len for pool in config.pools.values() if pool.replicas)
 
 

@@ -17,7 +17,7 @@ from kv_transfer.transport import Pending
 END_S = 20.0
 """Longest wait for a pull to end after its exporter has died."""
 NUM_ROUNDS = {"cuda_ipc": 4000}
-"""Rounds over the cache of the transports for which 60 rounds are over in no time."""
+"""How many times a pull copies the whole cache, for transports that copy it 60 times too fast to be interrupted."""
 
 
 def run(setting: Setting, kind: str) -> Iterator[Item]:

@@ -1,4 +1,4 @@
-"""What this machine has and lacks for engines on GPUs, as `twopass serve` asks before it launches any."""
+"""Lists what this machine has and lacks for engines on GPUs. `twopass serve` asks the same before it launches one."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from cluster.preflight import Driver, Needs, missing_for, this_machine
 
 
 def run(setting: Setting) -> Iterator[Item]:
-    """In a rehearsal the driver is not asked, and what is missing is no problem."""
+    """In a rehearsal the driver is not asked, and missing things are notes instead of problems."""
     machine = this_machine(with_gpus=not setting.rehearsal)
     driver = machine.driver
     rows: list[tuple[Cell, ...]] = [

@@ -44,7 +44,7 @@ class Plan(NamedTuple):
     limit_s: float
     function: str = "run"
     arguments: tuple[str, ...] = ()
-    """What the function gets beside the setting."""
+    """Arguments of the function after the setting."""
 
 
 SECTIONS = (

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 GPU_TRANSPORTS = tuple(transport.KIND for transport in TRANSPORTS if transport.MEMORY == ("GPU",))
-"""Transports between two GPUs of one machine. What reads host memory, too, is for links between machines."""
+"""Transports between two GPUs of one machine. One that reads host memory too is for links between machines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

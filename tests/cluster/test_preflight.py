@@ -1,4 +1,4 @@
-"""What a machine lacks is named before the first launch, with the remedy."""
+"""Tests that everything a machine lacks is named before the first launch, with a remedy."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""What the supervisor does with a start that fails: the first one ends the deployment with its cause, a later one is a
-death like any other.
+"""How the supervisor treats a start that fails: a failed first start ends the deployment with its cause, and a failed
+restart counts as a death.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ NO_MEMORY = "decode-0: OutOfMemoryError: tried to allocate 2.00 GiB"
 
 
 class FailingStart:
-    """In place of Ray: every call has ended, and has raised."""
+    """Stands in for Ray. Every call to an actor has already ended with an error."""
 
     def __init__(self) -> None:
         self.killed: list[Any] = []

@@ -1,5 +1,6 @@
-"""Families that compute something else than a Llama, in whole deployments: the greedy tokens of `transformers`, split
-and colocated, with prompts in chunks, beyond the window, and partly in the prefix cache. Bound: 2 minutes.
+"""Whole deployments of families that compute something else than a Llama. They must give the greedy tokens of
+`transformers`, split and colocated, for prompts that are cut into chunks, exceed the window or are partly in the prefix
+cache. All cases together take at most 2 minutes.
 """
 
 from pathlib import Path
@@ -14,11 +15,11 @@ from tests.local_deployment import LocalDeployment, asked
 
 NUM_TOKENS = 16
 LEAST_MARGIN = 1e-4
-"""Between the two likeliest tokens, at least: some 50 times what the order of sums moves a logit."""
+"""Smallest difference of the two largest logits: some 50 times as much as the order of a sum changes a logit."""
 
 
 def greedy(model_dir: Path, prompts: dict[str, list[int]]) -> dict[str, list[int]]:
-    """By a whole forward pass for each token."""
+    """Greedy answers of `transformers`, with a forward pass over the whole sequence for each token."""
     model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     answers: dict[str, list[int]] = {name: [] for name in prompts}
     with torch.inference_mode():
@@ -47,7 +48,7 @@ def greedy(model_dir: Path, prompts: dict[str, list[int]]) -> dict[str, list[int
     ],
 )
 def test_tokens_are_those_of_transformers(tmp_path: Path, name: str, head_dim: int) -> None:
-    """Heads of 24 are computed by plain torch, others by the compiled kernels."""
+    """Plain torch computes heads of 24, the compiled kernels all others."""
     torch.set_num_threads(1)
     write_reference(tmp_path, name, head_dim)
     draw = torch.Generator().manual_seed(3)

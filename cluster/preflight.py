@@ -81,7 +81,7 @@ def this_machine(*, with_gpus: bool) -> Machine:
         has_triton=find_spec("triton") is not None,
         torch_cuda=_torch_cuda(),
         driver=_ask_driver() if with_gpus else "not asked",
-        shared_memory_bytes=shutil.disk_usage(SHARED_MEMORY).free,
+        shared_memory_bytes=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0,
     )
 
 
@@ -174,7 +174,8 @@ def _torch_cuda() -> tuple[int, int] | None:
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None
-    found = re.search(r"^cuda\b.*'(\d+)\.(\d+)", Path(spec.origin).with_name("version.py").read_text(), re.MULTILINE)
+    file = Path(spec.origin).with_name("version.py")
+    found = re.search(r"^cuda\b.*'(\d+)\.(\d+)", file.read_text(), re.MULTILINE) if file.exists() else None
     return (int(found[1]), int(found[2])) if found else None
 
 
@@ -186,6 +187,6 @@ def _ask_driver() -> Driver | str:
     except subprocess.TimeoutExpired:
         return f"it has not answered for {ASK_S:g} s"
     except subprocess.CalledProcessError as error:
-        return str(error.stderr).strip().splitlines()[-1]
+        return (str(error.stderr).strip().splitlines() or [f"asking it ended with exit code {error.returncode}"])[-1]
     version, num_gpus, peers = json.loads(asked.stdout)
     return Driver(version=version, num_gpus=num_gpus, peers=tuple(tuple(row) for row in peers))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from cluster import preflight
 from cluster.config import load
 from cluster.preflight import Driver, Machine, Needs, check, missing_for, needs_of, this_machine
 from protocol.errors import StartupError
@@ -91,3 +92,12 @@ def test_what_a_deployment_needs_follows_from_its_configuration() -> None:
     assert needs_of(load(None, ["runner=arithmetic", "prefill.replicas=0"])).shared_memory_bytes == 0
     node = needs_of(load(ROOT / "deploy" / "4xh100.yaml", ["transfer.transport=cuda_ipc"]))
     assert (node.num_gpus, node.transport, node.shared_memory_bytes) == (4, "cuda_ipc", 0)
+
+
+def test_a_driver_that_kills_who_asks_and_a_machine_without_shared_memory_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(preflight, "_ASK_DRIVER", "import os; os.kill(os.getpid(), 9)")
+    monkeypatch.setattr(preflight, "SHARED_MEMORY", Path("/nowhere/shm"))
+    machine = this_machine(with_gpus=True)
+    assert (machine.driver, machine.shared_memory_bytes) == ("asking it ended with exit code -9", 0)

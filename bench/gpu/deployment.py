@@ -25,7 +25,7 @@ from decode_pool.service import DecodeService
 from engine.loop import EngineLoop, Service
 from engine.models.config import kv_layout_fields
 from engine.parts import assemble
-from engine.runners.cuda import block_bytes
+from engine.runners.paged_cache import block_bytes
 from kv_transfer.config import TransferConfig
 from kv_transfer.device.device_pool import DevicePool
 from kv_transfer.layout import KVLayout

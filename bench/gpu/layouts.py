@@ -1,8 +1,8 @@
 """Compares attention over two layouts of a cache of 32 GB: block-major, which the engines use, and layer-major. Kernel
 and block tables are the same, only strides differ.
 
-In the block-major cache of an 8B model, one layer's pieces of two consecutive blocks are 2 MiB apart. In a layer-major
-one all blocks of a layer lie side by side.
+In the block-major cache of an 8B model, one layer's pieces of two consecutive blocks are 2 MiB apart, and those of two
+KV heads of one block 256 KiB. In a layer-major one all blocks of a layer lie side by side.
 """
 
 from collections.abc import Iterator
@@ -24,15 +24,15 @@ def run(setting: Setting) -> Iterator[Item]:
     watch = Stopwatch(setting)
     heads = setting.size(LLAMA_8B, Heads(num_heads=2, num_kv_heads=1, head_dim=64))
     num_layers = setting.size(NUM_LAYERS, 2)
-    block_shape = (2, heads.num_kv_heads, heads.block_size, heads.head_dim)
+    piece_shape = (2, heads.block_size, heads.head_dim)
     block_elements = num_layers * 2 * heads.num_kv_heads * heads.block_size * heads.head_dim
     num_blocks = setting.size(0, 12) or _affordable_bytes() // (2 * block_elements)
     memory = torch.empty(num_blocks * block_elements, dtype=setting.model_dtype, device=setting.device)
     for piece in memory.split(1 << 30):
         piece.normal_()
     caches = {
-        "block-major": memory.view(num_blocks, num_layers, *block_shape),
-        "layer-major": memory.view(num_layers, num_blocks, *block_shape).transpose(0, 1),
+        "block-major": memory.view(num_blocks, heads.num_kv_heads, num_layers, *piece_shape).permute(0, 2, 3, 1, 4, 5),
+        "layer-major": memory.view(num_layers, num_blocks, heads.num_kv_heads, *piece_shape).permute(1, 0, 3, 2, 4, 5),
     }
     rows: list[tuple[Cell, ...]] = []
     for batch, context in setting.size(((8, 1024), (64, 1024), (64, 2048), (8, 16384)), ((2, 33),)):

@@ -7,7 +7,8 @@ from engine.models.checkpoint import expected_shapes
 from engine.models.config import Dtype, ModelConfig, Rope
 from engine.models.decoder import Decoder
 from engine.models.loading import build_model
-from engine.runners.cuda import CUDARunner, block_bytes
+from engine.runners.cuda import CUDARunner
+from engine.runners.paged_cache import block_bytes
 from engine.runners.torch_cpu import TorchCPURunner
 
 BLOCK_SIZE = 16

@@ -67,8 +67,8 @@ def make_paged(
     setting: Setting, heads: Heads, queries: list[int], contexts: list[int], dtype: torch.dtype, *, num_layers: int = 1
 ) -> Paged:
     num_blocks = 1 + sum(-(-context // heads.block_size) for context in contexts)
-    shape = (num_blocks, num_layers, 2, heads.num_kv_heads, heads.block_size, heads.head_dim)
-    cache = torch.empty(shape, dtype=dtype, device=setting.device).normal_()
+    shape = (num_blocks, heads.num_kv_heads, num_layers, 2, heads.block_size, heads.head_dim)
+    cache = torch.empty(shape, dtype=dtype, device=setting.device).normal_().permute(0, 2, 3, 1, 4, 5)
     return over_cache(setting, heads, queries, contexts, cache)
 
 

@@ -10,8 +10,8 @@ from bench.gpu.models import BLOCK_SIZE, gpu_runner, large_model
 from bench.gpu.report import Column, Item, Note, Table
 from bench.gpu.setting import Setting
 from engine.config import EngineConfig
-from engine.runners.cuda import block_bytes
 from engine.runners.cuda_memory import largest_batch, profiled_blocks
+from engine.runners.paged_cache import block_bytes
 
 
 def run(setting: Setting) -> Iterator[Item]:

@@ -14,7 +14,8 @@ from bench.gpu.timing import Floors, Stopwatch, measure_floors
 from engine.models.checkpoint import num_parameters
 from engine.models.config import ModelConfig
 from engine.runner import Batch
-from engine.runners.cuda import CUDARunner, block_bytes
+from engine.runners.cuda import CUDARunner
+from engine.runners.paged_cache import block_bytes
 
 
 def run(setting: Setting) -> Iterator[Item]:

@@ -70,7 +70,7 @@ class Attention(Protocol):
 
     qkv [T, (num_heads + 2 num_kv_heads) head_dim] in; out [T, num_heads head_dim]; both in the model's dtype.
     q [T, num_heads head_dim] and work [bins, `scratch_elements`]: scratch.
-    cache [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], C-contiguous.
+    cache [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim], C-contiguous.
     positions, slots [T]: a token's place in its sequence and in the cache (block * block_size + offset).
     cos, sin [max positions, rotary_dim / 2].
     items [num_items, 5]: first token, number of tokens, its position, sequence, KV head. Bin i works on items bins[i]
@@ -209,7 +209,7 @@ def _make_place_token(shape: Shape) -> Callable[..., None]:
         layer: int, factor: np.float32,
     ) -> None:  # fmt: skip
         """Rotates and scales one token's q into float32, writes its k (rotated) and v into the cache."""
-        num_kv_heads = cache.shape[3]
+        num_kv_heads = cache.shape[1]
         num_heads, block, offset = num_kv_heads * G, slot // BS, slot % BS
         for head in range(num_heads):
             for d in range(HALF):
@@ -219,7 +219,7 @@ def _make_place_token(shape: Shape) -> Callable[..., None]:
             for d in range(ROTARY, D):
                 q[t, head * D + d] = load(qkv[t, head * D + d]) * factor
         for head in range(num_kv_heads):
-            keys, values = cache[block, layer, 0, head], cache[block, layer, 1, head]
+            keys, values = cache[block, head, layer, 0], cache[block, head, layer, 1]
             column = (num_heads + head) * D
             for d in range(HALF):
                 low, high = rotate(qkv, t, column, cos, sin, position, d)
@@ -288,10 +288,10 @@ def _make_attend_token(shape: Shape, scratch: Callable[[Float32], Any]) -> Calla
         peak[:G] = LOW
         total[:G] = np.float32(0.0)
         queries = q.ctypes.data + (t * q.shape[1] + head * G * D) * 4
-        head_bytes = BS * D * BYTES
-        value_bytes = cache.shape[3] * head_bytes
-        block_bytes = cache.shape[1] * 2 * value_bytes
-        base = cache.ctypes.data + layer * 2 * value_bytes + head * head_bytes
+        value_bytes = BS * D * BYTES
+        head_bytes = cache.shape[2] * 2 * value_bytes
+        block_bytes = cache.shape[1] * head_bytes
+        base = cache.ctypes.data + head * head_bytes + layer * 2 * value_bytes
         next_base = base + (next_head - head) * head_bytes
         next_block = first_seen(next_context, window) // BS
         begin, last = first_seen(context, window), (context - 1) // BS
@@ -390,7 +390,7 @@ def _make_widen_tile(shape: Shape) -> Callable[..., None]:
         values[n:padded] = np.float32(0.0)
         for start in range(0, n, BS):
             block_id = np.int64(table[block + start // BS])
-            k, v = cache[block_id, layer, 0, head].ctypes.data, cache[block_id, layer, 1, head].ctypes.data
+            k, v = cache[block_id, head, layer, 0].ctypes.data, cache[block_id, head, layer, 1].ctypes.data
             for j in range(0, BS, 16):
                 transpose_keys(k + j * D * BYTES, keys_t.ctypes.data + (start + j) * 4)
             for j in range(min(BS, n - start)):

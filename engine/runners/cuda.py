@@ -13,7 +13,6 @@ cache.
 Work of two steps may be under way at once: the device takes it in the order in which it was launched.
 """
 
-import math
 from collections.abc import Callable
 
 import numpy as np
@@ -36,20 +35,12 @@ from engine.runners.cuda_sampling import (
 )
 from engine.runners.drafts import accept
 from engine.runners.host_copies import nothing_sampled
+from engine.runners.paged_cache import paged_cache
 from engine.runners.step_plan import StepPlan, plan_step
 from engine.sampling import Contexts
-from protocol.errors import CapacityError, ConfigError
+from protocol.errors import ConfigError
 
 Tensors = dict[str, torch.Tensor]
-
-
-def block_bytes(model: Decoder, block_size: int) -> int:
-    """Of one KV block."""
-    return math.prod(_block_shape(model, block_size)) * model.dtype.itemsize
-
-
-def _block_shape(model: Decoder, block_size: int) -> tuple[int, ...]:
-    return (model.config.num_layers, 2, model.config.num_kv_heads, block_size, model.config.head_dim)
 
 
 class DeviceLost(Exception):
@@ -91,12 +82,12 @@ class LaunchedStep:
 
 
 class CUDARunner:
-    """`model` and `cache` (flat uint8, owned by the caller, block-major, used in place) lie on one device, the one
+    """`model` and `cache` (flat uint8, owned by the caller, used in place) lie on one device, the one
     torch computes on now.
 
     `graph_sizes`, ascending: numbers of decodes for which a step is captured, here and now. On CPU tensors Triton's
     interpreter computes all of this, for tests.
-    Raises CapacityError as `TorchCPURunner` does, ConfigError for shapes that the kernels do not take or where they
+    Raises CapacityError as `paged_cache` does, ConfigError for shapes that the kernels do not take or where they
     cannot run.
     """
 
@@ -112,17 +103,12 @@ class CUDARunner:
     ) -> None:
         require_device()
         _check_shapes(model, block_size)
-        size = block_bytes(model, block_size)
-        if cache.numel() % size or cache.numel() < 2 * size:
-            raise CapacityError(
-                f"KV cache: {cache.numel()} bytes, expected a multiple of {size} and at least two blocks"
-            )
+        self.cache = paged_cache(cache, model, block_size)
         self.model, self.block_size, self.device = model, block_size, cache.device
-        self.cache = cache.view(model.dtype).view(-1, *_block_shape(model, block_size))
         self.num_sms = (
             torch.cuda.get_device_properties(self.device).multi_processor_count if self.device.type == "cuda" else 1
         )
-        self._copies = SwapCopies(cache.view(-1, size), num_host_blocks)
+        self._copies = SwapCopies(cache.view(len(self.cache), -1), num_host_blocks)
         self._last = torch.zeros(0, dtype=torch.int32, device=self.device)
         """[num_rows] the newest token of every row, for batches in which it is still pending; not kept with drafts,
         where none ever is.

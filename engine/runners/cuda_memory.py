@@ -19,7 +19,8 @@ import torch
 from engine.config import EngineConfig
 from engine.models.decoder import Decoder
 from engine.runner import Batch
-from engine.runners.cuda import CUDARunner, block_bytes
+from engine.runners.cuda import CUDARunner
+from engine.runners.paged_cache import block_bytes
 from engine.sampling_metadata import SamplingMetadata
 from protocol.clock import Clock
 from protocol.errors import CapacityError

@@ -10,6 +10,7 @@ from engine.models.ops import Attention
 from engine.runners import cpu_attention, cpu_head, cpu_kernels
 from engine.runners.cpu_attention import Shape, supports
 from engine.runners.cpu_elements import Stored
+from engine.runners.paged_cache import LAYOUT
 from engine.runners.step_plan import StepPlan
 from jit.kernel_cache import one_compiles
 from protocol.arrays import Int64
@@ -31,7 +32,7 @@ class NumbaOps:
         self._block_size = cache.shape[4]
         self._group = config.num_heads // config.num_kv_heads
         self._tile_tokens = cpu_attention.tile_rows(self._group) // self._group
-        self._cache = _array(cache)
+        self._cache = _array(cache.permute(LAYOUT))
         self._eps = np.float32(config.rms_norm_eps)
         heads = torch.tensor((config.num_heads, config.num_kv_heads))
         self._qk_norms = [

@@ -20,32 +20,24 @@ from engine.runner import Batch, StepOutput
 from engine.runners.cpu_ops import CPUOps, TorchOps
 from engine.runners.drafts import accept
 from engine.runners.host_copies import HostCopies, nothing_sampled
+from engine.runners.paged_cache import paged_cache
 from engine.runners.step_plan import StepPlan, plan_step
 from engine.sampling import Contexts, greedy, sample_tokens
-from protocol.errors import CapacityError
 
 
 class TorchCPURunner:
-    """`cache`: flat uint8, owned by the caller (who may share it with other processes) and used in place; block-major.
+    """`cache`: flat uint8, owned by the caller (who may share it with other processes) and used in place.
 
-    Sets torch's thread count for the whole process. Raises CapacityError if `cache` is no whole number of blocks, or of
-    fewer than 2.
+    Sets torch's thread count for the whole process. Raises CapacityError as `paged_cache` does.
     """
 
     def __init__(
         self, model: Decoder, cache: torch.Tensor, *, block_size: int, num_threads: int, num_host_blocks: int = 0
     ) -> None:
-        config = model.config
-        block_shape = (config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
-        block_bytes = int(np.prod(block_shape)) * model.dtype.itemsize
-        if cache.numel() % block_bytes or cache.numel() < 2 * block_bytes:
-            raise CapacityError(
-                f"KV cache: {cache.numel()} bytes, expected a multiple of {block_bytes} and at least two blocks"
-            )
+        self.cache = paged_cache(cache, model, block_size)
         torch.set_num_threads(num_threads)
         self.model, self.block_size = model, block_size
-        self.cache = cache.view(model.dtype).view(-1, *block_shape)
-        self._copies = HostCopies(cache.view(-1, block_bytes).numpy(), num_host_blocks)
+        self._copies = HostCopies(cache.view(len(self.cache), -1).numpy(), num_host_blocks)
         self._ops = _make_ops(model, self.cache, num_threads)
         self._last = np.zeros(0, np.int32)
         """[num_rows] the newest token of every row, for batches in which it is still pending."""

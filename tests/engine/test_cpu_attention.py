@@ -52,7 +52,8 @@ def compare(step: Step, shape: Shape, *, window: int = 0, num_kv_heads: int = 2,
     per_sequence = [-(-context // BS) for context in step.contexts]
     ids = (torch.randperm(sum(per_sequence)) + 1).split(per_sequence)
     tables = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(torch.int32)
-    cache = torch.randn(sum(per_sequence) + 1, NUM_LAYERS, 2, num_kv_heads, BS, D).to(dtype)
+    memory = torch.randn(sum(per_sequence) + 1, num_kv_heads, NUM_LAYERS, 2, BS, D).to(dtype)
+    cache = memory.permute(0, 2, 3, 1, 4, 5)
     cache[0] = torch.nan
     for table, num, context in zip(tables, *step, strict=True):
         for block in range(max(0, context - num + 1 - window) // BS if window else 0):
@@ -73,7 +74,7 @@ def compare(step: Step, shape: Shape, *, window: int = 0, num_kv_heads: int = 2,
     out = torch.full((len(qkv), num_heads * D), torch.nan, dtype=dtype)
     items, bins = work_items(plan, num_kv_heads, tile_rows(shape.group) // shape.group, NUM_BINS, window)
     make_attention(shape)(
-        qkv=stored(qkv), layer=LAYER, cache=stored(cache), q=np.zeros((len(qkv), num_heads * D), np.float32),
+        qkv=stored(qkv), layer=LAYER, cache=stored(memory), q=np.zeros((len(qkv), num_heads * D), np.float32),
         out=stored(out), positions=plan.positions, slots=plan.slots, cos=cos.numpy(), sin=sin.numpy(), items=items,
         bins=bins, tables=plan.block_tables, window=window, scale=scale,
         work=np.full((NUM_BINS, scratch_elements(D, shape.group)), np.nan, np.float32),

@@ -22,7 +22,7 @@ from engine.models.config import LongRope, ModelConfig, Rope, SlidingLayers
 from engine.models.decoder import Decoder
 from engine.models.loading import build_model
 from engine.runner import Batch, Runner, StepOutput
-from engine.runners import cuda, cuda_memory, cuda_sampling, torch_cpu
+from engine.runners import cuda, cuda_memory, cuda_sampling, paged_cache, torch_cpu
 from engine.runners.cpu_ops import TorchOps
 from engine.runners.cuda import CUDARunner, DeviceLost, LaunchedStep
 from engine.runners.cuda_copies import DeviceEvent, upload
@@ -85,7 +85,7 @@ def model_of(config: ModelConfig = TINY) -> Decoder:
 
 def cache_for(model: Decoder) -> torch.Tensor:
     """A cache full of NaN: reading one slot that was not written shows."""
-    elements = NUM_BLOCKS * cuda.block_bytes(model, BLOCK_SIZE) // model.dtype.itemsize
+    elements = NUM_BLOCKS * paged_cache.block_bytes(model, BLOCK_SIZE) // model.dtype.itemsize
     return torch.full((elements,), torch.nan, dtype=model.dtype).view(torch.uint8)
 
 

@@ -4,13 +4,13 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterator
-from importlib.metadata import version
 
 import torch
 
 from bench.gpu.report import Cell, Column, Facts, Item, Note, Table
 from bench.gpu.setting import Setting
 from bench.gpu.timing import Stopwatch, measure_floors
+from engine.kernels.launch import TRITON_VERSION
 
 
 def run(setting: Setting) -> Iterator[Item]:
@@ -32,7 +32,7 @@ def _versions() -> dict[str, Cell]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "triton": version("triton"),
+        "triton": TRITON_VERSION,
         "host cores": os.cpu_count(),
     }
 

@@ -1,4 +1,6 @@
-"""Measures how fast blocks move between two processes on one GPU, by block size and transport. Compares every byte."""
+"""Measures how fast blocks move between two processes, on one GPU or on one each, by block size and transport. Compares
+every byte.
+"""
 
 import logging
 import queue
@@ -58,12 +60,13 @@ class Importer:
         self._resources.close()
 
 
-def run(setting: Setting) -> Iterator[Item]:
+def run(setting: Setting, gpu: int) -> Iterator[Item]:
+    """The exporter sees GPU number `gpu`, the importer GPU 0."""
     torch.manual_seed(setting.seed)
     cache_bytes = setting.size(1 << 30, 1 << 15)
     sizes = setting.size((16 << 10, 64 << 10, 256 << 10, 1 << 20, 2 << 20, 8 << 20), (4096, 8192))
     rows: list[tuple[Cell, ...]] = []
-    with Exporter(setting, f"{SHARED_MEMORY}{secrets.token_hex(4)}") as exporter:
+    with Exporter(setting, f"{SHARED_MEMORY}{secrets.token_hex(4)}", gpu) as exporter:
         device = open_device(setting, f"{SHARED_MEMORY}{secrets.token_hex(4)}")
         for kind in GPU_TRANSPORTS:
             for block_bytes in sizes:
@@ -97,7 +100,7 @@ def run(setting: Setting) -> Iterator[Item]:
     yield Table(f"pulls of {cache_bytes >> 10} KiB, of {MAX_BLOCKS} blocks at most", columns, rows)
     yield Note(
         f"from the call until the pull is terminal, median of {NUM_REPEATS}; each byte counted once; "
-        "both processes on one GPU"
+        + (f"from GPU {gpu} to GPU 0" if gpu else "both processes on one GPU")
     )
     yield Note(
         "neighbours: one run of ascending ids; "

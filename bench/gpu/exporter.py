@@ -88,6 +88,7 @@ def _serve(setting: Setting, name: str, gpu: int, wire: "Connection[Any, Any]") 
         cache.copy_(content(num_blocks, block_bytes, cache.device))
         if not setting.rehearsal:
             torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # only the cache itself is to stay taken when this process dies
         leases = LeaseTable(exported.words, epoch=1)
         leases.write(0, LEASE_ID)
         wire.send(exported.endpoint)

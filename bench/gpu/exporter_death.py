@@ -28,7 +28,7 @@ def run(setting: Setting, kind: str, gpu: int) -> Iterator[Item]:
     """The exporters see GPU number `gpu`, the importer GPU 0."""
     num_rounds = setting.size(1, 80)  # a pull of several pieces with every transport, also of a small cache
     torch.manual_seed(setting.seed)
-    num_blocks, block_bytes = setting.size((512, 2 << 20), (16, 1 << 16))
+    num_blocks, block_bytes = setting.size((1024, 2 << 20), (16, 1 << 16))
     first, second = (f"{SHARED_MEMORY}{secrets.token_hex(4)}" for _ in range(2))
     with Exporter(setting, first, gpu) as victim, Exporter(setting, second, gpu) as other:
         endpoints = [exporter.export(kind, num_blocks, block_bytes) for exporter in (victim, other)]
@@ -42,9 +42,9 @@ def run(setting: Setting, kind: str, gpu: int) -> Iterator[Item]:
         if not device.held.wait(END_S):
             yield Problem("the pull never reached its first event")
         victim.kill()
-        if under_way := not pull.poll():
-            device.resume()
-        else:
+        under_way = not pull.poll()
+        device.resume()
+        if not under_way:
             yield Problem("the pull ended before the exporter did: nothing was tried")
         seconds = _wait(pull.poll, END_S)
         rows: list[tuple[Cell, ...]] = [
@@ -92,7 +92,9 @@ class _Memory:
         self.now = self.before
 
     def came_back(self) -> bool:
-        """Whether at least the dead exporter's pool has become free. Its CUDA context may become so before."""
+        """Whether as much as the dead exporter's pool has become free. Its CUDA context, which may become so before,
+        takes a quarter of that.
+        """
         self.now = self._other.free_bytes()
         return self.now - self.before >= self._pool_bytes
 

@@ -58,6 +58,7 @@ class Plan(NamedTuple):
 
 PLACES = (("", 0), (", two GPUs", 1))
 """On which GPU the exporting process runs. The importing one is on GPU 0."""
+BESIDE = "bench.gpu.decode_beside_pulls"
 SECTIONS = (
     Plan("environment", "bench.gpu.environment", 60.0, timed=True),
     Plan("preflight", "bench.gpu.preflight", 40.0, num_gpus=None),
@@ -71,12 +72,17 @@ SECTIONS = (
         for place, gpu in PLACES
         for kind in GPU_TRANSPORTS
     ),
+    Plan("head", "bench.gpu.head", 60.0, timed=True),
     Plan("kernel times", "bench.gpu.kernel_times", COMPILING_S, timed=True),
     Plan("step times", "bench.gpu.step_times", COMPILING_S, timed=True),
     Plan("scheduler share", "bench.gpu.scheduler_share", COMPILING_S, timed=True),
     Plan("pool size", "bench.gpu.pool_size", COMPILING_S),
     *(
         Plan(f"transfer{place}", "bench.gpu.transfer", 60.0, arguments=(gpu,), num_gpus=1 + gpu, timed=True)
+        for place, gpu in PLACES
+    ),
+    *(
+        Plan(f"decode beside pulls{place}", BESIDE, 60.0, arguments=(gpu,), num_gpus=1 + gpu, timed=True)
         for place, gpu in PLACES
     ),
     Plan("layouts", "bench.gpu.layouts", 60.0, timed=True),

@@ -6,7 +6,7 @@ import logging
 import queue
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from statistics import median
 
@@ -17,7 +17,7 @@ from bench.gpu.exporter import Exporter, content
 from bench.gpu.report import Cell, Column, Item, Note, Problem, Table
 from bench.gpu.setting import GPU_TRANSPORTS, SHARED_MEMORY, Setting
 from kv_transfer.device.device import Device
-from kv_transfer.device.device_pool import DevicePool
+from kv_transfer.device.device_pool import DevicePool, DeviceStream
 from kv_transfer.segment import NONCE_BYTES
 from kv_transfer.transport import Peer
 
@@ -88,6 +88,8 @@ def run(setting: Setting, gpu: int) -> Iterator[Item]:
                 )
                 if not equal:
                     yield Problem(f"{kind}, blocks of {block_bytes} bytes: not the bytes of the peer")
+        if not gpu:
+            yield _single_copies(setting, device, sizes)
         yield from _auto(setting, exporter, device, cache_bytes // sizes[-1], sizes[-1])
     columns = (
         Column("transport"),
@@ -106,6 +108,32 @@ def run(setting: Setting, gpu: int) -> Iterator[Item]:
         "neighbours: one run of ascending ids; "
         "over cuda_ipc runs below 64 KiB are moved by a kernel, others by copy engines"
     )
+
+
+def _single_copies(setting: Setting, device: Device, sizes: Sequence[int]) -> Table:
+    """What copies within the importer's GPU take that are started by one call each."""
+    num_copies = setting.size(256, 2)
+    rows: list[tuple[Cell, ...]] = []
+    for num_bytes in sizes:
+        pool = DevicePool(device, bytes(NONCE_BYTES), num_blocks=2 * num_copies, block_bytes=num_bytes)
+        src, dst = pool.cache.pointer, pool.cache.pointer + num_copies * num_bytes
+        calls, wholes = [], []
+        with DeviceStream(device) as stream:
+            for _ in range(NUM_REPEATS):
+                started = time.perf_counter()
+                for offset in range(0, num_copies * num_bytes, num_bytes):
+                    stream.copy(dst + offset, src + offset, num_bytes)
+                calls.append((time.perf_counter() - started) / num_copies)
+                stream.drain()
+                wholes.append(time.perf_counter() - started)
+        pool.close()
+        rows.append((num_bytes >> 10, median(calls) * 1e6, num_copies * num_bytes / 1e9 / median(wholes)))
+    columns = (
+        Column("copy", "KiB"),
+        Column("starting one", "us", measured=True),
+        Column("speed of all", "GB/s", measured=True),
+    )
+    return Table(f"{num_copies} copies within one GPU, a call for each", columns, rows)
 
 
 def _auto(setting: Setting, exporter: Exporter, device: Device, num_blocks: int, block_bytes: int) -> Iterator[Item]:

@@ -42,12 +42,15 @@ NAMES = [
     "pair, two GPUs",
     *(f"exporter death, {kind}" for kind in GPU_TRANSPORTS),
     *(f"exporter death, {kind}, two GPUs" for kind in GPU_TRANSPORTS),
+    "head",
     "kernel times",
     "step times",
     "scheduler share",
     "pool size",
     "transfer",
     "transfer, two GPUs",
+    "decode beside pulls",
+    "decode beside pulls, two GPUs",
     "layouts",
 ]
 
@@ -69,6 +72,22 @@ def test_every_section_is_walked_without_a_gpu(rehearsal: dict[str, Any]) -> Non
     assert [section["name"] for section in rehearsal["sections"]] == NAMES
     assert {section["status"] for section in rehearsal["sections"]} == {"ok"}
     assert all(section["tables"] and not section["problems"] for section in rehearsal["sections"])
+
+
+def test_the_page_describes_every_section_and_names_one_for_each_open_question() -> None:
+    page = (ROOT / "docs" / "gpu" / "README.md").read_text()
+    described, asked = page.split("## What it does")[1].split("## Reading it")
+    names = {
+        line.split(" | ")[0].removeprefix("| ").replace("KIND", kind)
+        for line in described.splitlines()
+        if line.startswith("| ") and not line.startswith("| section")
+        for kind in GPU_TRANSPORTS
+    }
+    assert names == set(NAMES)
+    questions = [line.split(" | ") for line in asked.splitlines() if line.startswith("| ") and "?" in line]
+    assert len(questions) >= 10
+    for _, sections, _ in questions:
+        assert set(sections.split("; ")) <= names
 
 
 def test_the_report_says_where_it_comes_from(rehearsal: dict[str, Any]) -> None:
@@ -119,8 +138,9 @@ def test_clocks_and_power_are_read_around_what_is_timed(rehearsal: dict[str, Any
         for part in rehearsal["sections"]
         if any(table["title"] == "clocks and power" for table in part["tables"])
     }
-    names = ["environment", "kernel times", "step times", "scheduler share", "transfer", "layouts"]
-    assert timed == dict.fromkeys(names, 2) | {"transfer, two GPUs": 4}
+    alone = ["environment", "head", "kernel times", "step times", "scheduler share", "layouts"]
+    moving = ["transfer", "decode beside pulls"]
+    assert timed == dict.fromkeys([*alone, *moving], 2) | {f"{name}, two GPUs": 4 for name in moving}
 
 
 def test_a_rehearsal_reports_no_figures(rehearsal: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """Free bytes of the GPU that this process sees, all processes of the machine counted."""
 
+import os
 from pathlib import Path
 
 import torch
@@ -12,8 +13,8 @@ FAKE_CAPACITY = 1 << 30
 
 
 def free_bytes(setting: Setting, device: Device) -> int:
-    """Of a fake GPU, what its processes map counts as taken, whoever made it: so the memory of a process that has died
-    stays taken as long as another one maps it.
+    """Of a fake GPU, what the processes of this process group map counts as taken, whoever made it: so the memory of
+    one that has died stays taken as long as another one maps it.
     """
     if setting.rehearsal:
         return FAKE_CAPACITY - _mapped_bytes(device.bus_id)
@@ -21,13 +22,17 @@ def free_bytes(setting: Setting, device: Device) -> int:
 
 
 def _mapped_bytes(bus_id: str) -> int:
-    """Bytes of all files of that fake GPU which a process maps now."""
+    """Bytes of all files of that fake GPU which a process of this group maps now. Other groups are other sections, or
+    other runs on this machine.
+    """
     sizes: dict[str, int] = {}
-    for maps in Path("/proc").glob("[0-9]*/maps"):
+    for process in Path("/proc").glob("[0-9]*"):
         try:
-            lines = maps.read_text().splitlines()
-        except (PermissionError, ProcessLookupError, FileNotFoundError):
-            continue  # another user's process, or one that has just ended
+            if os.getpgid(int(process.name)) != os.getpgrp():
+                continue
+            lines = (process / "maps").read_text().splitlines()
+        except (ProcessLookupError, FileNotFoundError):
+            continue  # it has just ended
         for line in lines:
             # proc_pid_maps(5): interval of addresses, permissions, offset, device, inode, path
             interval, _, _, _, inode, *path = line.split(maxsplit=5)

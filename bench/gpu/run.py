@@ -89,8 +89,7 @@ SECTIONS = (
 )
 
 
-def main() -> int:
-    """Returns the exit status: 0 if no section failed, 1 if one did, 2 if there is no GPU."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Correctness and speed of kernels, runner and transports on one NVIDIA GPU."
     )
@@ -111,14 +110,23 @@ def main() -> int:
     parser.add_argument(
         "--only", nargs="+", metavar="NAME", choices=[plan.name for plan in SECTIONS], help="these sections"
     )
+    return parser
+
+
+def _gpus(parser: argparse.ArgumentParser) -> tuple[str, ...]:
+    """What this run is shown. Ends the process where that is nothing."""
+    driver = this_machine(with_gpus=True).driver  # another process asks: one that has called CUDA cannot be forked
+    if isinstance(driver, str) or not driver.gpus:
+        why = driver if isinstance(driver, str) else "the driver shows none"
+        parser.exit(2, f"no GPU here: {why}; `--rehearse` walks the same path without one\n")
+    return driver.gpus
+
+
+def main() -> int:
+    """Returns the exit status: 0 if no section failed, 1 if one did, 2 if there is no GPU."""
+    parser = _parser()
     arguments = parser.parse_args()
-    gpus: tuple[str, ...] = FAKE_GPUS
-    if not arguments.rehearse:
-        driver = this_machine(with_gpus=True).driver  # another process asks: one that has called CUDA cannot be forked
-        if isinstance(driver, str) or not driver.gpus:
-            why = driver if isinstance(driver, str) else "the driver shows none"
-            parser.exit(2, f"no GPU here: {why}; `--rehearse` walks the same path without one\n")
-        gpus = driver.gpus
+    gpus = FAKE_GPUS if arguments.rehearse else _gpus(parser)
     seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
     setting = Setting(rehearsal=arguments.rehearse, seed=seed, model_dir=arguments.model, gpus=gpus)
     head = {

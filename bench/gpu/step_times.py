@@ -50,12 +50,10 @@ def run(setting: Setting) -> Iterator[Item]:
                 f"{size} decodes: not all of the tokens with a graph are those without: "
                 "close calls between random logits, or worse"
             )
-    yield Table(f"{_title(setting, model.config)}, decodes at a context of {context}", columns, rows)
-    yield Table(
-        f"{_title(setting, model.config)}, whole prompts",
-        PROMPT_COLUMNS,
-        [_prompt_row(plain, n, num_blocks, floors, watch) for n in prompts],
-    )
+    title = _title(setting, model.config)
+    yield Table(f"{title}, decodes at a context of {context}", columns, rows)
+    prompt_rows = [_prompt_row(plain, n, num_blocks, floors, watch) for n in prompts]
+    yield Table(f"{title}, whole prompts", PROMPT_COLUMNS, prompt_rows)
     yield Note(
         f"step: from the batch to its tokens on the host, median of {num_steps}; "
         "device: between its events, the same steps"

@@ -27,7 +27,7 @@ ASK_S = 30.0
 """Longest wait for the process that asks the driver."""
 
 _ASK_DRIVER = """
-import ctypes, json
+import ctypes, json, uuid
 cuda = ctypes.CDLL("libcuda.so.1")
 def ask(name, *given):
     value = ctypes.c_int()
@@ -39,8 +39,13 @@ version = ask("cuDriverGetVersion")
 if error := cuda.cuInit(0):
     raise SystemExit(f"cuInit fails with error {error}")
 count = ask("cuDeviceGetCount")
+def name(device):
+    content = ctypes.create_string_buffer(16)
+    if error := cuda.cuDeviceGetUuid(content, device):
+        raise SystemExit(f"cuDeviceGetUuid fails with error {error}")
+    return f"GPU-{uuid.UUID(bytes=content.raw)}"
 peers = [[a == b or bool(ask("cuDeviceCanAccessPeer", a, b)) for b in range(count)] for a in range(count)]
-print(json.dumps([version, count, peers]))
+print(json.dumps([version, [name(device) for device in range(count)], peers]))
 """
 
 
@@ -50,7 +55,10 @@ class Driver:
 
     version: int
     """The newest CUDA that it runs, as 1000 major + 10 minor."""
-    num_gpus: int
+    gpus: tuple[str, ...]
+    """UUIDs of the GPUs that this process is shown, in CUDA's order. CUDA_VISIBLE_DEVICES and `nvidia-smi -i` take
+    them.
+    """
     peers: tuple[tuple[bool, ...], ...]
     """`peers[a][b]` says whether GPU a can read the memory of GPU b."""
 
@@ -152,10 +160,10 @@ def _of_driver(needs: Needs, driver: Driver, torch_cuda: tuple[int, int] | None)
             f"driver: it runs CUDA {major}.{minor}, torch was built for {torch_cuda[0]}.{torch_cuda[1]}: install a "
             f"newer driver, or a torch for CUDA {major}"
         )
-    if driver.num_gpus < needs.num_gpus:
+    if len(driver.gpus) < needs.num_gpus:
         yield (
-            f"num_gpus: the engines take {needs.num_gpus} GPUs, the driver shows {driver.num_gpus}: fewer replicas, or "
-            "more in CUDA_VISIBLE_DEVICES"
+            f"num_gpus: the engines take {needs.num_gpus} GPUs, the driver shows {len(driver.gpus)}: fewer replicas, "
+            "or more in CUDA_VISIBLE_DEVICES"
         )
     elif needs.transport == "cuda_ipc" and not all(all(row) for row in driver.peers):
         yield (
@@ -188,5 +196,5 @@ def _ask_driver() -> Driver | str:
         return f"it has not answered for {ASK_S:g} s"
     except subprocess.CalledProcessError as error:
         return (str(error.stderr).strip().splitlines() or [f"asking it ended with exit code {error.returncode}"])[-1]
-    version, num_gpus, peers = json.loads(asked.stdout)
-    return Driver(version=version, num_gpus=num_gpus, peers=tuple(tuple(row) for row in peers))
+    version, gpus, peers = json.loads(asked.stdout)
+    return Driver(version=version, gpus=tuple(gpus), peers=tuple(tuple(row) for row in peers))

@@ -1,8 +1,8 @@
-"""Checks and measures this machine's GPU with the project's own kernels, runner and transports.
+"""Checks and measures this machine's GPUs with the project's own kernels, runner and transports.
 
     python deploy/gpu_check.py --json FILE
 
-It needs torch, Triton, numpy, safetensors and one NVIDIA GPU, but no installation and no network. It takes less than 8
+It needs torch, Triton, numpy, safetensors and an NVIDIA GPU, but no installation and no network. It takes less than 10
 minutes. `--rehearse` runs the same code without a GPU. docs/gpu/README.md describes the sections.
 """
 

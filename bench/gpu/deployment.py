@@ -1,5 +1,5 @@
-"""Engines in processes of their own, on one GPU, with the real services and loops; this process is the router and
-carries all messages.
+"""Engines in processes of their own, on one GPU or two, with the real services and loops; this process is the router
+and carries all messages.
 
 A process is forked before anybody touches the device, so each has a CUDA context to itself. It ends when it is told
 None.
@@ -8,7 +8,7 @@ None.
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -58,17 +58,19 @@ class Engine(NamedTuple):
     role: PoolName
     address: Address
     name: str
+    gpu: int
+    """Number of the GPU that it sees."""
 
 
 class Deployment:
-    """`roles`: of the engines, "prefill" and "decode" or "decode" alone. `answer` blocks until every request has
-    ended.
+    """`gpus`: of the engines, by role, "prefill" and "decode" or "decode" alone. `answer` blocks until every request
+    has ended.
     """
 
-    def __init__(self, setting: Setting, kind: str, roles: Sequence[PoolName], name: str) -> None:
+    def __init__(self, setting: Setting, kind: str, gpus: Mapping[PoolName, int], name: str) -> None:
         address = Address(ROUTER_ID, 1)
         config = RouterConfig(
-            disaggregation="strict" if "prefill" in roles else "colocated",
+            disaggregation="strict" if "prefill" in gpus else "colocated",
             status_interval_s=STATUS_S,
             replica_timeout_s=TIMEOUT_S,
         )
@@ -78,8 +80,8 @@ class Deployment:
         """The newest of each engine."""
         self._wires: dict[Address, Wire] = {}
         self._processes = []
-        for epoch, role in enumerate(roles, start=2):
-            engine = Engine(setting, kind, role, Address(f"{role}-0", epoch), f"{name}-{role}")
+        for epoch, (role, gpu) in enumerate(gpus.items(), start=2):
+            engine = Engine(setting, kind, role, Address(f"{role}-0", epoch), f"{name}-{role}", gpu)
             ours, theirs = fork.Pipe()
             process = fork.Process(target=_run_engine, args=(engine, theirs), daemon=True)
             process.start()
@@ -160,6 +162,7 @@ class Deployment:
 
 def _run_engine(engine: Engine, wire: Wire) -> None:
     """Body of a process."""
+    engine.setting.see_only(engine.gpu)
     with ExitStack() as resources:
         loop = _build(engine, wire.send, resources)
         loop.start()

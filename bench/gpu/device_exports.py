@@ -1,12 +1,13 @@
 """The GPU as transfers see it, and the transport of the pulling side; in a rehearsal the GPU is `FakeDevice`."""
 
+import os
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from bench.gpu.setting import Setting
+from bench.gpu.setting import FAKE_GPUS, VISIBLE, Setting
 from engine.kernels.block_copy import pull_blocks
 from kv_transfer.config import TransferConfig
 from kv_transfer.device.cuda_driver import CudaDevice
@@ -18,8 +19,14 @@ from kv_transfer.transport import Notify, Transport
 
 
 def open_device(setting: Setting, name: str) -> Device:
-    """`name`: no two processes use the same."""
-    return FakeDevice(name) if setting.rehearsal else CudaDevice(0)
+    """The one GPU that this process sees. `name`: no two processes use the same."""
+    return fake_device(name) if setting.rehearsal else CudaDevice(0)
+
+
+def fake_device(name: str) -> FakeDevice:
+    """Like CUDA, it finds out which GPU it is from the environment. The GPU is part of its files' names."""
+    bus_id = os.environ[VISIBLE]
+    return FakeDevice(f"{name}-{bus_id}", bus_id, frozenset(FAKE_GPUS))
 
 
 def export(kind: str, device: Device, name: str, num_blocks: int, block_bytes: int) -> Export:

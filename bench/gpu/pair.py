@@ -1,5 +1,5 @@
-"""Runs prefill and decode as two processes on one GPU over each transport, and compares their answers with those of one
-engine that does both.
+"""Runs prefill and decode as two processes over each transport, on one GPU or on one each, and compares their answers
+with those of the CPU's runner and of one engine that does both.
 """
 
 import secrets
@@ -20,13 +20,14 @@ from router.admission import ClientRequest
 COLOCATED = "one engine, no transfer"
 
 
-def run(setting: Setting) -> Iterator[Item]:
+def run(setting: Setting, gpu: int) -> Iterator[Item]:
+    """Decode sees GPU 0, prefill GPU number `gpu`. One engine that does both is run only where both see the same."""
     requests = some_requests(setting, small_config(setting).vocab_size)
     answers: dict[str, Answers] = {}
     rows: list[tuple[Cell, ...]] = []
-    for what in (COLOCATED, *GPU_TRANSPORTS):
+    for what in GPU_TRANSPORTS if gpu else (COLOCATED, *GPU_TRANSPORTS):
         try:
-            answers[what], status = _answer(setting, what, requests)
+            answers[what], status = _answer(setting, what, requests, gpu)
         except RuntimeError as error:
             yield Problem(f"{what}: {error}")
             continue
@@ -37,7 +38,8 @@ def run(setting: Setting) -> Iterator[Item]:
         if what != COLOCATED and status.transport != what:
             yield Problem(f"{what}: the decode engine reports transport {status.transport!r}")
     columns = Column("how"), Column("answers"), Column("prompt tokens transferred"), Column("transferred", "bytes")
-    yield Table("a small random model in float32, real services and loops, two processes on one GPU", columns, rows)
+    where = f"prefill on GPU {gpu}, decode on GPU 0" if gpu else "two processes on one GPU"
+    yield Table(f"a small random model in float32, real services and loops, {where}", columns, rows)
     # The CPU's runner comes after the forks, because torch's threads would not survive them.
     cpu = cpu_runner(small_model(setting, torch.device("cpu")), NUM_BLOCKS)
     expected = generate(cpu, engine_config(setting), requests)
@@ -48,12 +50,12 @@ def run(setting: Setting) -> Iterator[Item]:
             yield Note(f"{what}: {equal} of {len(requests)} answers are those of the one engine, token by token")
 
 
-def _answer(setting: Setting, what: str, requests: list[ClientRequest]) -> tuple[Answers, ReplicaStatus]:
+def _answer(setting: Setting, what: str, requests: list[ClientRequest], gpu: int) -> tuple[Answers, ReplicaStatus]:
     """The answers, and the decode engine's status once it has counted all of their tokens."""
-    roles: list[PoolName] = ["decode"] if what == COLOCATED else ["prefill", "decode"]
+    gpus: dict[PoolName, int] = {"decode": 0} if what == COLOCATED else {"prefill": gpu, "decode": 0}
     kind = AUTO if what == COLOCATED else what
-    with Deployment(setting, kind, roles, f"{SHARED_MEMORY}{secrets.token_hex(4)}") as deployment:
+    with Deployment(setting, kind, gpus, f"{SHARED_MEMORY}{secrets.token_hex(4)}") as deployment:
         answers = deployment.answer(requests)
         # With two engines, the prefill engine generates the first token of each answer.
-        generated_here = sum(len(answer) - len(roles) + 1 for answer in answers.values())
+        generated_here = sum(len(answer) - len(gpus) + 1 for answer in answers.values())
         return answers, deployment.settled("decode-0", "generated_tokens", generated_here)

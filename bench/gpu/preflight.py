@@ -17,7 +17,7 @@ def run(setting: Setting) -> Iterator[Item]:
         ("Triton", str(machine.has_triton)),
         ("CUDA of torch", str(machine.torch_cuda)),
         ("CUDA of the driver", str(driver.version) if isinstance(driver, Driver) else driver),
-        ("GPUs", str(driver.num_gpus) if isinstance(driver, Driver) else "-"),
+        ("GPUs", str(len(driver.gpus)) if isinstance(driver, Driver) else "-"),
         ("GPUs that read each other", str(driver.peers) if isinstance(driver, Driver) else "-"),
         ("/dev/shm, free bytes", str(machine.shared_memory_bytes)),
     ]

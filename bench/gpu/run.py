@@ -25,13 +25,18 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
+from bench.gpu import clocks
 from bench.gpu.report import Item, NotRun, Problem, Section
-from bench.gpu.setting import GPU_TRANSPORTS, ROOT, SHARED_MEMORY, Setting
-from kv_transfer.device.cuda_driver import load_library
+from bench.gpu.setting import FAKE_GPUS, GPU_TRANSPORTS, ROOT, SHARED_MEMORY, Setting
+from cluster.preflight import this_machine
 from kv_transfer.segment import PREFIX, remove_stale
 from protocol.errors import ConfigError
 
-TOTAL_S = 450.0
+TOTAL_S = 570.0
+COMPILING_S = 180.0
+"""For a section that compiles kernels for a GPU on which nothing was compiled before."""
 MIN_SECTION_S = 5.0
 
 fork = multiprocessing.get_context("fork")
@@ -43,28 +48,48 @@ class Plan(NamedTuple):
     """Imported in the section's own process, so that an import error fails only this section."""
     limit_s: float
     function: str = "run"
-    arguments: tuple[str, ...] = ()
+    arguments: tuple[str | int, ...] = ()
     """Arguments of the function after the setting."""
+    num_gpus: int | None = 1
+    """How many GPUs its processes see, one each. None: its process sees all, as this one does."""
+    timed: bool = False
+    """Whether clocks and power are read before it and after it."""
 
 
+PLACES = (("", 0), (", two GPUs", 1))
+"""On which GPU the exporting process runs. The importing one is on GPU 0."""
+BESIDE = "bench.gpu.decode_beside_pulls"
 SECTIONS = (
-    Plan("environment", "bench.gpu.environment", 40.0),
-    Plan("preflight", "bench.gpu.preflight", 40.0),
-    Plan("kernel errors", "bench.gpu.kernel_errors", 120.0),
-    Plan("tokens", "bench.gpu.tokens", 80.0),
-    Plan("pair", "bench.gpu.pair", 100.0),
-    *(Plan(f"exporter death, {kind}", "bench.gpu.exporter_death", 50.0, arguments=(kind,)) for kind in GPU_TRANSPORTS),
-    Plan("kernel times", "bench.gpu.kernel_times", 60.0),
-    Plan("step times", "bench.gpu.step_times", 60.0),
-    Plan("scheduler share", "bench.gpu.scheduler_share", 40.0),
-    Plan("pool size", "bench.gpu.pool_size", 40.0),
-    Plan("transfer", "bench.gpu.transfer", 60.0),
-    Plan("layouts", "bench.gpu.layouts", 30.0),
+    Plan("environment", "bench.gpu.environment", 60.0, timed=True),
+    Plan("preflight", "bench.gpu.preflight", 40.0, num_gpus=None),
+    Plan("kernel errors", "bench.gpu.kernel_errors", COMPILING_S),
+    Plan("tokens", "bench.gpu.tokens", COMPILING_S),
+    *(Plan(f"pair{place}", "bench.gpu.pair", COMPILING_S, arguments=(gpu,), num_gpus=1 + gpu) for place, gpu in PLACES),
+    *(
+        Plan(
+            f"exporter death, {kind}{place}", "bench.gpu.exporter_death", 90.0, arguments=(kind, gpu), num_gpus=1 + gpu
+        )
+        for place, gpu in PLACES
+        for kind in GPU_TRANSPORTS
+    ),
+    Plan("head", "bench.gpu.head", 60.0, timed=True),
+    Plan("kernel times", "bench.gpu.kernel_times", COMPILING_S, timed=True),
+    Plan("step times", "bench.gpu.step_times", COMPILING_S, timed=True),
+    Plan("scheduler share", "bench.gpu.scheduler_share", COMPILING_S, timed=True),
+    Plan("pool size", "bench.gpu.pool_size", COMPILING_S),
+    *(
+        Plan(f"transfer{place}", "bench.gpu.transfer", 60.0, arguments=(gpu,), num_gpus=1 + gpu, timed=True)
+        for place, gpu in PLACES
+    ),
+    *(
+        Plan(f"decode beside pulls{place}", BESIDE, 60.0, arguments=(gpu,), num_gpus=1 + gpu, timed=True)
+        for place, gpu in PLACES
+    ),
+    Plan("layouts", "bench.gpu.layouts", 60.0, timed=True),
 )
 
 
-def main() -> int:
-    """Returns the exit status: 0 if no section failed, 1 if one did, 2 if there is no GPU."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Correctness and speed of kernels, runner and transports on one NVIDIA GPU."
     )
@@ -77,22 +102,37 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, help="of all random inputs; drawn if it is not given")
     parser.add_argument(
-        "--seconds", type=float, default=TOTAL_S, help="after which no further section begins (default %(default)g)"
+        "--seconds",
+        type=float,
+        default=TOTAL_S,
+        help="after which a section that still runs is stopped, and none begins (default %(default)g)",
     )
     parser.add_argument(
         "--only", nargs="+", metavar="NAME", choices=[plan.name for plan in SECTIONS], help="these sections"
     )
+    return parser
+
+
+def _gpus(parser: argparse.ArgumentParser) -> tuple[str, ...]:
+    """What this run is shown. Ends the process where that is nothing."""
+    driver = this_machine(with_gpus=True).driver  # another process asks: one that has called CUDA cannot be forked
+    if isinstance(driver, str) or not driver.gpus:
+        why = driver if isinstance(driver, str) else "the driver shows none"
+        parser.exit(2, f"no GPU here: {why}; `--rehearse` walks the same path without one\n")
+    return driver.gpus
+
+
+def main() -> int:
+    """Returns the exit status: 0 if no section failed, 1 if one did, 2 if there is no GPU."""
+    parser = _parser()
     arguments = parser.parse_args()
-    if not arguments.rehearse:
-        try:
-            load_library()  # nothing more: a process that has called CUDA cannot be forked
-        except ConfigError as error:
-            parser.exit(2, f"no GPU here: {error}; `--rehearse` walks the same path without one\n")
+    gpus = FAKE_GPUS if arguments.rehearse else _gpus(parser)
     seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
-    setting = Setting(rehearsal=arguments.rehearse, seed=seed, model_dir=arguments.model)
+    setting = Setting(rehearsal=arguments.rehearse, seed=seed, model_dir=arguments.model, gpus=gpus)
     head = {
         "rehearsal": setting.rehearsal,
         "seed": seed,
+        "gpus": len(gpus),
         "git_commit": _git_commit(),
         "started_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
@@ -117,19 +157,21 @@ def run_all(plans: list[Plan], setting: Setting, total_s: float) -> Iterator[Sec
     until = time.monotonic() + total_s
     for plan in plans:
         left = until - time.monotonic()
-        if left < MIN_SECTION_S:
-            yield Section(
-                plan.name,
-                rehearsal=setting.rehearsal,
-                status="not run",
-                why=f"the {total_s:g} s of the whole run are used up",
-            )
+        if plan.num_gpus is not None and plan.num_gpus > len(setting.gpus):
+            yield _not_run(plan, setting, f"it takes {plan.num_gpus} GPUs, this run is shown {len(setting.gpus)}")
+        elif left < MIN_SECTION_S:
+            yield _not_run(plan, setting, f"the {total_s:g} s of the whole run are used up")
         else:
             yield run_section(plan, setting, min(plan.limit_s, left))
 
 
+def _not_run(plan: Plan, setting: Setting, why: str) -> Section:
+    return Section(plan.name, rehearsal=setting.rehearsal, status="not run", why=why)
+
+
 def run_section(plan: Plan, setting: Setting, limit_s: float) -> Section:
     section = Section(plan.name, rehearsal=setting.rehearsal)
+    before = _clocks(plan, setting)
     started = time.monotonic()
     receiver, sender = fork.Pipe(duplex=False)
     process = fork.Process(target=_work, args=(plan, setting, sender))
@@ -141,13 +183,20 @@ def run_section(plan: Plan, setting: Setting, limit_s: float) -> Section:
     try:
         for item in _items(receiver, process, limit_s):
             section.take(item)
+        section.seconds = time.monotonic() - started
+        for item in clocks.compared(before, _clocks(plan, setting)):
+            section.take(item)
     finally:
         _kill_group(process.pid)
         process.join()
         receiver.close()
         remove_stale(f"{PREFIX}{SHARED_MEMORY}")
-    section.seconds = time.monotonic() - started
     return section
+
+
+def _clocks(plan: Plan, setting: Setting) -> list[clocks.Reading]:
+    """Of the GPUs that the section computes on. At its end its process still exists, so they have not gone idle."""
+    return [clocks.read(gpu, setting) for gpu in setting.gpus[: plan.num_gpus]] if plan.timed else []
 
 
 def _items(receiver: "Connection[Any, Any]", process: ForkProcess, limit_s: float) -> Iterator[Item]:
@@ -176,6 +225,10 @@ def _items(receiver: "Connection[Any, Any]", process: ForkProcess, limit_s: floa
 def _work(plan: Plan, setting: Setting, sender: "Connection[Any, Any]") -> None:
     """Sends every item, then None. If an exception ends the section early, it is sent as the last problem."""
     os.setsid()
+    if plan.num_gpus is not None:
+        setting.see_only(0)
+    # An image may have turned TF32 on by an environment variable, and then float32 would be no reference.
+    torch.set_float32_matmul_precision("highest")
     try:
         for item in getattr(import_module(plan.module), plan.function)(setting, *plan.arguments):
             sender.send(item)

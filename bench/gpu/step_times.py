@@ -2,17 +2,20 @@
 whole prompts.
 """
 
-from collections.abc import Iterator
+import time
+from collections.abc import Generator, Iterator
 
 import numpy as np
 import torch
 
+from bench.gpu import compiled
 from bench.gpu.models import BLOCK_SIZE, gpu_runner, large_model, make_cache
 from bench.gpu.report import Cell, Column, Item, Note, Table
 from bench.gpu.setting import Setting
 from bench.gpu.timing import Floors, Stopwatch, measure_floors
 from engine.models.checkpoint import num_parameters
 from engine.models.config import ModelConfig
+from engine.models.decoder import Decoder
 from engine.runner import Batch
 from engine.runners.cuda import CUDARunner
 from engine.runners.paged_cache import block_bytes
@@ -27,7 +30,7 @@ def run(setting: Setting) -> Iterator[Item]:
     model = large_model(setting)
     num_blocks = 1 + max(batches[-1] * (context // BLOCK_SIZE + 1), prompts[-1] // BLOCK_SIZE + 1)
     cache = make_cache(model, num_blocks)
-    plain, graphs = gpu_runner(model, cache), gpu_runner(model, cache, batches)
+    plain, graphs = yield from _started(model, cache, decode_batch(batches[-1], context, num_blocks), batches)
     columns = Column("decodes"), *_columns("no graph"), *_columns("graph"), Column("floor", "ms", measured=True)
     kv_bytes = context * block_bytes(model, BLOCK_SIZE) // BLOCK_SIZE
     weight_bytes = _weights(model.config) * model.dtype.itemsize
@@ -48,12 +51,10 @@ def run(setting: Setting) -> Iterator[Item]:
                 f"{size} decodes: not all of the tokens with a graph are those without: "
                 "close calls between random logits, or worse"
             )
-    yield Table(f"{_title(setting, model.config)}, decodes at a context of {context}", columns, rows)
-    yield Table(
-        f"{_title(setting, model.config)}, whole prompts",
-        PROMPT_COLUMNS,
-        [_prompt_row(plain, n, num_blocks, floors, watch) for n in prompts],
-    )
+    title = _title(setting, model.config)
+    yield Table(f"{title}, decodes at a context of {context}", columns, rows)
+    prompt_rows = [_prompt_row(plain, n, num_blocks, floors, watch) for n in prompts]
+    yield Table(f"{title}, whole prompts", PROMPT_COLUMNS, prompt_rows)
     yield Note(
         f"step: from the batch to its tokens on the host, median of {num_steps}; "
         "device: between its events, the same steps"
@@ -66,6 +67,30 @@ def run(setting: Setting) -> Iterator[Item]:
         "floor: weights and the contexts' KV once over the measured copy; prompts: FLOPs of linears and attention "
         "over the measured matmul"
     )
+    yield from compiled.variants(setting)
+
+
+def _started(
+    model: Decoder, cache: torch.Tensor, batch: Batch, graph_sizes: tuple[int, ...]
+) -> Generator[Item, None, tuple[CUDARunner, CUDARunner]]:
+    """Returns a runner without graphs and one with them. Yields how long it takes until each can compute, which is
+    mostly compiling where nothing was compiled before.
+    """
+    runners: list[CUDARunner] = []
+    rows: list[tuple[Cell, ...]] = []
+    for name, sizes in (("no graph", ()), (f"graphs of {len(graph_sizes)} sizes", graph_sizes)):
+        started = time.perf_counter()
+        runner = gpu_runner(model, cache, sizes)
+        built = time.perf_counter()
+        runner.execute(batch)
+        stepped = time.perf_counter()
+        runner.execute(batch)
+        rows.append((name, built - started, stepped - built, time.perf_counter() - stepped))
+        runners.append(runner)
+    columns = Column("runner"), *(Column(name, "s", measured=True) for name in ("built", "first step", "second step"))
+    yield Table(f"start, in this order; steps of {len(batch.rows)} decodes", columns, rows)
+    plain, graphs = runners
+    return plain, graphs
 
 
 PROMPT_COLUMNS = (

@@ -1,10 +1,12 @@
-"""Measures how fast blocks move between two processes on one GPU, by block size and transport. Compares every byte."""
+"""Measures how fast blocks move between two processes, on one GPU or on one each, by block size and transport. Compares
+every byte.
+"""
 
 import logging
 import queue
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from statistics import median
 
@@ -15,7 +17,7 @@ from bench.gpu.exporter import Exporter, content
 from bench.gpu.report import Cell, Column, Item, Note, Problem, Table
 from bench.gpu.setting import GPU_TRANSPORTS, SHARED_MEMORY, Setting
 from kv_transfer.device.device import Device
-from kv_transfer.device.device_pool import DevicePool
+from kv_transfer.device.device_pool import DevicePool, DeviceStream
 from kv_transfer.segment import NONCE_BYTES
 from kv_transfer.transport import Peer
 
@@ -58,12 +60,13 @@ class Importer:
         self._resources.close()
 
 
-def run(setting: Setting) -> Iterator[Item]:
+def run(setting: Setting, gpu: int) -> Iterator[Item]:
+    """The exporter sees GPU number `gpu`, the importer GPU 0."""
     torch.manual_seed(setting.seed)
     cache_bytes = setting.size(1 << 30, 1 << 15)
     sizes = setting.size((16 << 10, 64 << 10, 256 << 10, 1 << 20, 2 << 20, 8 << 20), (4096, 8192))
     rows: list[tuple[Cell, ...]] = []
-    with Exporter(setting, f"{SHARED_MEMORY}{secrets.token_hex(4)}") as exporter:
+    with Exporter(setting, f"{SHARED_MEMORY}{secrets.token_hex(4)}", gpu) as exporter:
         device = open_device(setting, f"{SHARED_MEMORY}{secrets.token_hex(4)}")
         for kind in GPU_TRANSPORTS:
             for block_bytes in sizes:
@@ -85,6 +88,8 @@ def run(setting: Setting) -> Iterator[Item]:
                 )
                 if not equal:
                     yield Problem(f"{kind}, blocks of {block_bytes} bytes: not the bytes of the peer")
+        if not gpu:
+            yield _single_copies(setting, device, sizes)
         yield from _auto(setting, exporter, device, cache_bytes // sizes[-1], sizes[-1])
     columns = (
         Column("transport"),
@@ -97,12 +102,38 @@ def run(setting: Setting) -> Iterator[Item]:
     yield Table(f"pulls of {cache_bytes >> 10} KiB, of {MAX_BLOCKS} blocks at most", columns, rows)
     yield Note(
         f"from the call until the pull is terminal, median of {NUM_REPEATS}; each byte counted once; "
-        "both processes on one GPU"
+        + (f"from GPU {gpu} to GPU 0" if gpu else "both processes on one GPU")
     )
     yield Note(
         "neighbours: one run of ascending ids; "
         "over cuda_ipc runs below 64 KiB are moved by a kernel, others by copy engines"
     )
+
+
+def _single_copies(setting: Setting, device: Device, sizes: Sequence[int]) -> Table:
+    """What copies within the importer's GPU take that are started by one call each."""
+    num_copies = setting.size(256, 2)
+    rows: list[tuple[Cell, ...]] = []
+    for num_bytes in sizes:
+        pool = DevicePool(device, bytes(NONCE_BYTES), num_blocks=2 * num_copies, block_bytes=num_bytes)
+        src, dst = pool.cache.pointer, pool.cache.pointer + num_copies * num_bytes
+        calls, wholes = [], []
+        with DeviceStream(device) as stream:
+            for _ in range(NUM_REPEATS):
+                started = time.perf_counter()
+                for offset in range(0, num_copies * num_bytes, num_bytes):
+                    stream.copy(dst + offset, src + offset, num_bytes)
+                calls.append((time.perf_counter() - started) / num_copies)
+                stream.drain()
+                wholes.append(time.perf_counter() - started)
+        pool.close()
+        rows.append((num_bytes >> 10, median(calls) * 1e6, num_copies * num_bytes / 1e9 / median(wholes)))
+    columns = (
+        Column("copy", "KiB"),
+        Column("starting one", "us", measured=True),
+        Column("speed of all", "GB/s", measured=True),
+    )
+    return Table(f"{num_copies} copies within one GPU, a call for each", columns, rows)
 
 
 def _auto(setting: Setting, exporter: Exporter, device: Device, num_blocks: int, block_bytes: int) -> Iterator[Item]:

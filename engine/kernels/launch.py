@@ -44,6 +44,8 @@ except ModuleNotFoundError:
     triton = tl = MissingTriton()
 
 HAS_TRITON = not isinstance(triton, MissingTriton)
+TRITON_VERSION: str | None = getattr(triton, "__version__", None)
+"""Asked of the module, because the distributions that bring it have several names."""
 # Triton fixes at decoration whether a kernel is compiled or interpreted. Kernels read this flag where the interpreter
 # is wrong: its `tl.dot` on bf16 gives garbage without a word, so operands are widened to float32 first.
 INTERPRETED = tl.constexpr(HAS_TRITON and bool(triton.knobs.runtime.interpret))

@@ -102,6 +102,9 @@ class CUDARunner:
         num_host_blocks: int = 0,
     ) -> None:
         require_device()
+        # TF32 keeps 10 bits of 23, and float32 is the exact dtype. An image may have turned it on (NVIDIA's set
+        # TORCH_ALLOW_TF32_CUBLAS_OVERRIDE). Graphs capture the kernels that this chooses.
+        torch.set_float32_matmul_precision("highest")
         _check_shapes(model, block_size)
         self.cache = paged_cache(cache, model, block_size)
         self.model, self.block_size, self.device = model, block_size, cache.device

@@ -1,5 +1,6 @@
 """Tests that everything a machine lacks is named before the first launch, with a remedy."""
 
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ NODE = Machine(
     has_python_h=True,
     has_triton=True,
     torch_cuda=(12, 8),
-    driver=Driver(version=12040, num_gpus=2, peers=PEERS),
+    driver=Driver(version=12040, gpus=("GPU-a", "GPU-b"), peers=PEERS),
     shared_memory_bytes=1 << 30,
 )
 NEEDS = Needs(num_gpus=2, transport="auto", shared_memory_bytes=1 << 20)
@@ -39,7 +40,7 @@ def test_a_machine_with_everything_lacks_nothing() -> None:
         ({"torch_cuda": (13, 0)}, r"driver: it runs CUDA 12\.4, torch was built for 13\.0", "newer driver"),
         ({"driver": "cuInit fails with error 100"}, "driver: cuInit fails with error 100", "--gpus all"),
         (
-            {"driver": Driver(version=12040, num_gpus=1, peers=((True,),))},
+            {"driver": Driver(version=12040, gpus=("GPU-a",), peers=((True,),))},
             "num_gpus: the engines take 2 GPUs, the driver shows 1",
             "CUDA_VISIBLE_DEVICES",
         ),
@@ -54,7 +55,7 @@ def test_each_missing_thing_is_named_with_its_remedy(machine: dict[str, Any], na
 
 
 def test_peer_access_is_asked_for_only_where_a_transport_is_to_use_it() -> None:
-    apart = replace(NODE, driver=Driver(version=12040, num_gpus=2, peers=((True, False), (False, True))))
+    apart = replace(NODE, driver=Driver(version=12040, gpus=("GPU-a", "GPU-b"), peers=((True, False), (False, True))))
     assert list(missing_for(NEEDS, apart)) == []
     (line,) = missing_for(replace(NEEDS, transport="cuda_ipc"), apart)
     assert line.startswith("transfer.transport: cuda_ipc") and "host_staged" in line
@@ -79,7 +80,34 @@ def test_the_driver_is_asked_in_a_process_of_its_own() -> None:
     if isinstance(driver, str):
         assert "libcuda" in driver or "cuInit" in driver
     else:
-        assert driver.num_gpus == len(driver.peers)
+        assert len(driver.gpus) == len(driver.peers)
+
+
+LIBRARY = r"""
+int cuInit(unsigned flags) { return 0; }
+int cuDriverGetVersion(int *version) { *version = 12080; return 0; }
+int cuDeviceGetCount(int *count) { *count = 2; return 0; }
+int cuDeviceGetUuid(unsigned char *uuid, int device) {
+    for (int i = 0; i < 16; i++) uuid[i] = 16 * i + device;
+    return 0;
+}
+int cuDeviceCanAccessPeer(int *can, int device, int peer) { *can = device < peer; return 0; }
+"""
+
+
+def test_gpus_are_told_by_the_names_that_other_tools_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library stands for a driver with two GPUs, of which the first reads the second."""
+    if (compiler := this_machine(with_gpus=False).compiler) is None:
+        pytest.skip("no C compiler")
+    source = tmp_path / "driver.c"
+    source.write_text(LIBRARY)
+    subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(tmp_path / "libcuda.so.1")], check=True)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    assert this_machine(with_gpus=True).driver == Driver(
+        version=12080,
+        gpus=("GPU-00102030-4050-6070-8090-a0b0c0d0e0f0", "GPU-01112131-4151-6171-8191-a1b1c1d1e1f1"),
+        peers=((True, True), (False, True)),
+    )
 
 
 def test_what_a_deployment_needs_follows_from_its_configuration() -> None:

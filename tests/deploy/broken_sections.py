@@ -1,4 +1,4 @@
-"""Sections that end in ways in which a section should not end.
+"""Sections that end in ways in which a section should not end, and some that say what their processes see.
 
 `python -m tests.deploy.broken_sections` runs them and prints the outcome of each as JSON.
 """
@@ -9,10 +9,13 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from multiprocessing.queues import SimpleQueue
+
+import torch
 
 from bench.gpu.report import Column, Item, Note, NotRun, Problem, Table
-from bench.gpu.run import Plan, run_all
-from bench.gpu.setting import Setting
+from bench.gpu.run import Plan, fork, run_all
+from bench.gpu.setting import VISIBLE, Setting
 from protocol.errors import ConfigError
 
 
@@ -54,8 +57,23 @@ def measures(setting: Setting) -> Iterator[Item]:
     )
 
 
-def plan(seconds: float = 30.0, function: str = "", module: str = __name__) -> Plan:
-    return Plan(function or module, module, seconds, function or "run")
+def sees(setting: Setting) -> Iterator[Item]:
+    own, theirs = os.environ[VISIBLE], fork.SimpleQueue()
+    process = fork.Process(target=_tell, args=(setting, theirs))
+    process.start()
+    other = theirs.get()
+    process.join()
+    precision = torch.get_float32_matmul_precision()
+    yield Note(f"this process and one of its own see {own} and {other}, float32 products are {precision}")
+
+
+def _tell(setting: Setting, name: "SimpleQueue[str]") -> None:
+    setting.see_only(1)
+    name.put(os.environ[VISIBLE])
+
+
+def plan(seconds: float = 30.0, function: str = "", module: str = __name__, num_gpus: int | None = 1) -> Plan:
+    return Plan(function or module, module, seconds, function or "run", num_gpus=num_gpus)
 
 
 PLANS = [
@@ -66,9 +84,14 @@ PLANS = [
     plan(function="cannot"),
     plan(module="tests.deploy.no_such_section"),
     plan(function="measures"),
+    plan(function="sees"),
+    plan(function="sees", num_gpus=None),
+    plan(function="sees", num_gpus=3),
 ]
 
 if __name__ == "__main__":
-    setting = Setting(rehearsal=False, seed=1)
+    os.environ[VISIBLE] = "GPU-a,GPU-b"
+    torch.set_float32_matmul_precision("high")  # as an image may have done
+    setting = Setting(rehearsal=False, seed=1, gpus=("GPU-a", "GPU-b"))
     sections = [*run_all(PLANS, setting, 100.0), *run_all(PLANS[:1], setting, 0.0)]
     print(json.dumps([section.as_json() | {"text": section.as_text()} for section in sections]))

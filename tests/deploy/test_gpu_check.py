@@ -22,7 +22,13 @@ SCRIPT = ROOT / "deploy" / "gpu_check.py"
 ABSENT = ("ray", "grpc", "pydantic", "numba", "llvmlite", "yaml", "google", "prometheus_client", "tokenizers")
 """Modules that a machine with a GPU may lack. The script needs only torch, Triton, numpy and safetensors."""
 WITHOUT = f"""
-import runpy, sys
+import importlib.metadata as metadata, runpy, sys
+distribution = metadata.distribution
+def other_name(name):  # Triton has come from another distribution
+    if name == "triton":
+        raise metadata.PackageNotFoundError(name)
+    return distribution(name)
+metadata.distribution = other_name
 sys.modules.update(dict.fromkeys({ABSENT}))
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
@@ -33,12 +39,18 @@ NAMES = [
     "kernel errors",
     "tokens",
     "pair",
+    "pair, two GPUs",
     *(f"exporter death, {kind}" for kind in GPU_TRANSPORTS),
+    *(f"exporter death, {kind}, two GPUs" for kind in GPU_TRANSPORTS),
+    "head",
     "kernel times",
     "step times",
     "scheduler share",
     "pool size",
     "transfer",
+    "transfer, two GPUs",
+    "decode beside pulls",
+    "decode beside pulls, two GPUs",
     "layouts",
 ]
 
@@ -62,12 +74,73 @@ def test_every_section_is_walked_without_a_gpu(rehearsal: dict[str, Any]) -> Non
     assert all(section["tables"] and not section["problems"] for section in rehearsal["sections"])
 
 
+def test_the_page_describes_every_section_and_names_one_for_each_open_question() -> None:
+    page = (ROOT / "docs" / "gpu" / "README.md").read_text()
+    described, asked = page.split("## What it does")[1].split("## Reading it")
+    names = {
+        line.split(" | ")[0].removeprefix("| ").replace("KIND", kind)
+        for line in described.splitlines()
+        if line.startswith("| ") and not line.startswith("| section")
+        for kind in GPU_TRANSPORTS
+    }
+    assert names == set(NAMES)
+    questions = [line.split(" | ") for line in asked.splitlines() if line.startswith("| ") and "?" in line]
+    assert len(questions) >= 10
+    for _, sections, _ in questions:
+        assert set(sections.split("; ")) <= names
+
+
 def test_the_report_says_where_it_comes_from(rehearsal: dict[str, Any]) -> None:
     assert rehearsal["rehearsal"] is True
-    assert rehearsal["seed"] == 5
+    assert (rehearsal["seed"], rehearsal["gpus"]) == (5, 2)
     assert {"git_commit", "started_at", "machine"} <= rehearsal.keys()
     assert {"card", "driver", "python", "torch", "cuda", "triton"} <= rehearsal["machine"].keys()
     assert rehearsal["machine"]["card"] is None
+    assert rehearsal["machine"]["triton"], "told by the module, whatever brought it"
+
+
+def section(report: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(section for section in report["sections"] if section["name"] == name)
+
+
+def found(section: dict[str, Any], title: str) -> list[list[Any]]:
+    """Rows of a table."""
+    return next(table["rows"] for table in section["tables"] if table["title"] == title)
+
+
+@pytest.mark.parametrize("place", ["", ", two GPUs"])
+def test_a_dead_exporters_memory_is_free_once_nobody_maps_it(rehearsal: dict[str, Any], place: str) -> None:
+    title = "free memory of the dead exporter's GPU"
+    mapped = section(rehearsal, f"exporter death, cuda_ipc{place}")
+    assert [row[0] for row in found(mapped, title)] == ["when the importer closed the peer"]
+    staged = section(rehearsal, f"exporter death, host_staged{place}")
+    assert [row[0] for row in found(staged, title)] == ["at the exporter's death"]
+
+
+@pytest.mark.parametrize("kind", GPU_TRANSPORTS)
+def test_a_pull_is_under_way_when_its_exporter_dies(rehearsal: dict[str, Any], kind: str) -> None:
+    """Nothing in the section depends on how fast a pull or a kill is."""
+    told = found(section(rehearsal, f"exporter death, {kind}"), f"{kind}: the pull")
+    assert told[:2] == [["under way when the exporter was gone", "True"], ["ended by itself", "True"]]
+
+
+def test_the_two_processes_of_a_transfer_see_different_gpus(rehearsal: dict[str, Any]) -> None:
+    """Each fake device is the one that its process's environment names, so what lies between them is known."""
+    (same,) = (note for note in section(rehearsal, "transfer")["notes"] if "transport cuda_ipc" in note)
+    (apart,) = (note for note in section(rehearsal, "transfer, two GPUs")["notes"] if "transport cuda_ipc" in note)
+    assert same.endswith("same GPU")
+    assert "peer access yes" in apart
+
+
+def test_clocks_and_power_are_read_around_what_is_timed(rehearsal: dict[str, Any]) -> None:
+    timed = {
+        part["name"]: len(found(part, "clocks and power"))
+        for part in rehearsal["sections"]
+        if any(table["title"] == "clocks and power" for table in part["tables"])
+    }
+    alone = ["environment", "head", "kernel times", "step times", "scheduler share", "layouts"]
+    moving = ["transfer", "decode beside pulls"]
+    assert timed == dict.fromkeys([*alone, *moving], 2) | {f"{name}, two GPUs": 4 for name in moving}
 
 
 def test_a_rehearsal_reports_no_figures(rehearsal: dict[str, Any]) -> None:
@@ -117,7 +190,7 @@ def test_without_a_gpu_the_script_says_so() -> None:
 def test_sections_that_end_badly_harm_no_other() -> None:
     command = [sys.executable, "-m", "tests.deploy.broken_sections"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    raises, dies, hangs, problem, cannot, missing, measures, late = json.loads(done.stdout)
+    raises, dies, hangs, problem, cannot, missing, measures, sees, sees_all, lacks, late = json.loads(done.stdout)
     assert (raises["status"], raises["why"], raises["notes"]) == ("failed", "KeyError: 'what went wrong'", ["before"])
     assert (dies["status"], dies["why"], dies["notes"]) == ("failed", "its process ended with exit code -9", ["before"])
     assert (hangs["status"], hangs["why"]) == ("failed", "stopped after 1 s")
@@ -129,6 +202,11 @@ def test_sections_that_end_badly_harm_no_other() -> None:
     assert measures["status"] == "ok"
     assert measures["tables"][0]["rows"] == [["copy", 3.5, None]]
     assert measures["text"].splitlines()[-1].split() == ["copy", "3.5", "-"]
+    assert sees["notes"] == ["this process and one of its own see GPU-a and GPU-b, float32 products are highest"]
+    assert sees_all["notes"] == [
+        "this process and one of its own see GPU-a,GPU-b and GPU-b, float32 products are highest"
+    ]
+    assert (lacks["status"], lacks["why"]) == ("not run", "it takes 3 GPUs, this run is shown 2")
     assert (late["status"], late["seconds"]) == ("not run", 0.0)
     assert "used up" in late["why"]
 

@@ -348,6 +348,16 @@ def test_a_cache_of_no_whole_blocks_is_refused() -> None:
         CUDARunner(model_of(), torch.zeros(100, dtype=torch.uint8), block_size=BLOCK_SIZE, max_model_len=64)
 
 
+def test_float32_is_exact_also_where_an_image_has_turned_tf32_on() -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        by_kernels(model_of())
+        assert torch.get_float32_matmul_precision() == "highest"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 class OneAtATime(CUDARunner):
     """Of all engines in this process: the interpreter knows one kernel at a time."""
 

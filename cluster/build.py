@@ -7,6 +7,8 @@ plain process or a test calls it.
 `resources` receives what must be given back once the loop has stopped: shared memory, mappings and threads.
 """
 
+import logging
+import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -35,6 +37,8 @@ from kv_transfer.select import choose
 from prefill_pool.service import PrefillService
 from protocol.messages import Address, Envelope, PoolName
 from protocol.router_link import LinkConfig
+
+log = logging.getLogger(__name__)
 
 Send = Callable[[Envelope], None]
 MakeRunner = Callable[[Any, int], Runner]
@@ -80,6 +84,18 @@ def build_decode(config: ClusterConfig, address: Address, send: Send, prefix: st
     service = DecodeService(engine, transport=transport, config=config.transfer, cache=cache)
     loops.append(engine.loop(service, make_runner(cache.tensor, num_host_blocks(pool, served)), send))
     return loops[0]
+
+
+def on_cores(cpus: frozenset[int] | None, make: Callable[[ExitStack], EngineLoop], resources: ExitStack) -> EngineLoop:
+    """Makes an engine whose threads stay on these logical CPUs, or anywhere if None: threads inherit them from the one
+    that starts them.
+    """
+    if cpus is not None:
+        try:
+            os.sched_setaffinity(0, cpus)
+        except OSError as error:  # the machine has changed since the deployment looked: it runs on any
+            log.warning("the engine is not kept on its cores", extra={"cpus": sorted(cpus), "error": str(error)})
+    return make(resources)
 
 
 def _assemble(
@@ -164,17 +180,20 @@ def _cpu_runner(config: ClusterConfig, pool: PoolConfig, cache: npt.NDArray[np.u
     """Loads the model. The runner uses `cache`, uint8 [num_blocks, block_bytes], in place."""
     if config.model is None or config.runner == "arithmetic":
         return ArithmeticRunner(arithmetic_model.cache_view(cache), num_host_blocks=host_blocks)
+    import jit.openmp  # noqa: F401  before torch
+
+    # isort: split
     import torch  # takes 1.5 s and 200 MB, which an arithmetic engine does not need
 
     from engine.models.loading import load_model
     from engine.runners.torch_cpu import TorchCPURunner
 
-    torch.set_num_threads(pool.num_threads)
+    torch.set_num_threads(pool.threads)
     model = load_model(Path(config.model), config.dtype, "cpu", longest_sequence(config))
     return TorchCPURunner(
         model,
         torch.from_numpy(cache.reshape(-1)),
         block_size=pool.engine.block_size,
-        num_threads=pool.num_threads,
+        num_threads=pool.threads,
         num_host_blocks=host_blocks,
     )

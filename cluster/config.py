@@ -39,18 +39,25 @@ class PoolConfig:
     """One pool of engines; all its replicas are alike."""
 
     replicas: int = 1
-    num_threads: int = 1
-    """Threads that one engine computes with."""
+    num_threads: int | Literal["auto"] = "auto"
+    """Threads that one engine computes with. auto: engines on CPUs share this machine's cores equally (cores.py)."""
     num_gpus: int = 0
     """GPUs of one engine, 0 or 1; with 0 it computes on the CPU. Ray gives the GPUs, and one machine must have those of
     all engines together.
     """
     engine: EngineConfig = field(default_factory=EngineConfig)
 
+    @property
+    def threads(self) -> int:
+        """`num_threads` as a number. Raises ConfigError while it is auto: cores.py makes a number of that."""
+        if self.num_threads == "auto":
+            raise ConfigError("num_threads: auto has not been made a number")
+        return self.num_threads
+
     def __post_init__(self) -> None:
         if self.replicas < 0:
             raise ConfigError(f"replicas: {self.replicas} is below 0")
-        if self.num_threads < 1:
+        if self.num_threads != "auto" and self.num_threads < 1:
             raise ConfigError(f"num_threads: {self.num_threads} is below 1")
         if self.num_gpus not in (0, 1):
             raise ConfigError(

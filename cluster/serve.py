@@ -20,6 +20,7 @@ from typing import Any, Self
 
 from cluster import build, preflight, served_model
 from cluster.config import ClusterConfig, PoolConfig
+from cluster.cores import Core, own_cores, usable_cores, with_threads
 from cluster.ray_address import is_given
 from cluster.ray_cluster import Bundle, RayCluster
 from cluster.ray_handles import Actor, ActorDied, Mailbox
@@ -63,6 +64,8 @@ class Deployment:
     _ray: RayCluster = field(init=False)
     _router: ReplicaProcess = field(default_factory=lambda: ReplicaProcess(ROUTER_ID, "router", None))
     _engines: list[ReplicaProcess] = field(default_factory=list)
+    _cpus: list[Core | None] = field(default_factory=list)
+    """By bundle."""
     _vocab_size: int = 0
     _drained_at: float | None = None
     """Time at which the drain must be over; None before it begins."""
@@ -143,7 +146,8 @@ class Deployment:
             self._ray.close()
 
     def _start(self) -> None:
-        config = self.config
+        cores = usable_cores()
+        self.config = config = with_threads(self.config, len(cores))
         served = served_model.serve_model(config)
         self._vocab_size = served.vocab_size
         for warning in served_model.limit_warnings(config, served):
@@ -155,7 +159,8 @@ class Deployment:
         self.port, self.metrics_port = config.router.grpc_port, config.router.metrics_port
         names = [(f"{name}-{i}", name) for name, pool in config.pools.items() for i in range(pool.replicas)]
         self._engines = [ReplicaProcess(name, role, bundle) for bundle, (name, role) in enumerate(names)]
-        bundles = [Bundle(pool.num_threads, pool.num_gpus) for pool in map(self._pool, self._engines)]
+        bundles = [Bundle(pool.threads, pool.num_gpus) for pool in map(self._pool, self._engines)]
+        self._cpus = own_cores([bundle.num_cpus for bundle in bundles], cores)
         self.progress("starting Ray")
         self._ray.open(
             num_cpus=sum(bundle.num_cpus for bundle in bundles), num_gpus=sum(bundle.num_gpus for bundle in bundles)
@@ -209,11 +214,15 @@ class Deployment:
                 address,
                 address,
                 config.log_level,
-                partial(make, config, address, mailbox, self.prefix),
+                partial(build.on_cores, self._cpus_of(place), partial(make, config, address, mailbox, self.prefix)),
                 bundle=place.bundle,
             )
         place.state, place.since = "starting", now
         place.ask("start", now)
+
+    def _cpus_of(self, place: ReplicaProcess) -> frozenset[int] | None:
+        """The engine's own CPUs; None where Ray may have placed it on another machine, or where engines share cores."""
+        return None if place.bundle is None or self._ray.folder is None else self._cpus[place.bundle]
 
     def _came_up(self, place: ReplicaProcess, answer: Any, now: float) -> None:
         """Notes that a process has started. `answer` is what its `start` returned: the port if it is a router."""

@@ -5,7 +5,6 @@ file makes a start some seconds longer, but never fails it.
 
 import fcntl
 import hashlib
-import importlib
 import logging
 import os
 import pickle
@@ -23,6 +22,7 @@ from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 
 from jit.cache_dir import cache_dir
+from jit.openmp import PARALLEL
 
 F = TypeVar("F", bound=Callable[..., Any])
 Sources = tuple[str, ...]
@@ -34,23 +34,6 @@ _log = logging.getLogger(__name__)
 _told = Event()
 _DIGEST_BYTES = 16
 _VERSIONS = f"{numba.__version__} {llvmlite.__version__} {sys.implementation.cache_tag}"
-
-
-def _omp_available() -> bool:
-    try:
-        importlib.import_module("numba.np.ufunc.omppool")
-    except ImportError:
-        return False
-    return True
-
-
-PARALLEL = _omp_available()
-"""Loops run in parallel only on OpenMP, which shares torch's threads. numba's own pool would compete with them
-for the cores.
-"""
-
-if PARALLEL:
-    numba.config.THREADING_LAYER = "omp"
 
 
 class KernelCache:

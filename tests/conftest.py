@@ -1,5 +1,8 @@
 """What all tests share: one Hypothesis profile, the small real model, and which tests may run side by side."""
 
+import jit.openmp  # noqa: F401  before torch
+
+# isort: split
 import os
 from pathlib import Path
 from typing import Any

@@ -12,6 +12,7 @@ import yaml
 
 from cluster.cli import DRAIN_S
 from cluster.config import ClusterConfig, load
+from cluster.cores import with_threads
 from cluster.ray_address import STOP_S
 
 ROOT = Path(__file__).parents[2]
@@ -83,8 +84,9 @@ def test_engines_and_their_memory_fit_into_the_pod(
     job: dict[str, Any], config: ClusterConfig, head: dict[str, Any]
 ) -> None:
     container = head["containers"][0]
-    num_threads = sum(pool.replicas * pool.num_threads for pool in (config.prefill, config.decode))
-    assert num_threads <= int(container["resources"]["limits"]["cpu"])
+    num_cpus = int(container["resources"]["limits"]["cpu"])
+    config = with_threads(config, num_cpus)
+    assert sum(pool.replicas * pool.threads for pool in (config.prefill, config.decode)) <= num_cpus
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     (shared,) = [volume["emptyDir"]["sizeLimit"] for volume in head["volumes"] if mounts[volume["name"]] == "/dev/shm"]
     object_store_bytes = int(job["rayClusterSpec"]["headGroupSpec"]["rayStartParams"]["object-store-memory"])

@@ -72,6 +72,13 @@ class Device(Protocol):
         """Starts a copy between any two of these: memory here, opened memory, pinned host memory."""
         ...
 
+    def copy_many(self, dsts: Int64, srcs: Int64, sizes: Int64, stream: int) -> None:
+        """Starts n copies as `copy` does, from the addresses int64 [n] to the addresses int64 [n], sizes int64 [n] in
+        bytes. It is one call into the driver where that has batches. No copy may read or write what another one of them
+        writes: their order is open.
+        """
+        ...
+
     def clear(self, pointer: int, num_bytes: int, stream: int) -> None:
         """Starts to fill GPU memory with zeros."""
         ...

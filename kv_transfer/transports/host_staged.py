@@ -40,7 +40,7 @@ KIND = "host_staged"
 MEMORY: tuple[MemoryKind, ...] = ("GPU",)
 BUFFER_BYTES, NUM_BUFFERS = 4 << 20, 4
 """Size and number of one channel's buffers: large enough for PCIe's full speed, enough of them that neither side waits
-for the other.
+for the other. Either side starts all copies of a buffer by one call.
 """
 STALL_S = 2.0
 """A living exporter that fills nothing for so long fails the pull."""

@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from kv_transfer.block_ids import merged_runs
 from kv_transfer.device.device import KVCache, MemoryKind
 from kv_transfer.endpoint import Offer, single
 from kv_transfer.segment import NONCE_BYTES
@@ -29,6 +28,7 @@ from kv_transfer.transport import Endpoint, ExportedCache, Notify
 from kv_transfer.transports.peers import PullTransport
 from kv_transfer.transports.pull_thread import Pull
 from protocol.arrays import Int64
+from protocol.block_runs import merged_runs
 from protocol.errors import PullFailed
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import numpy.typing as npt
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 
 Blocks = npt.NDArray[np.uint8]
 """A cache in host memory, uint8 [num_blocks, block_bytes]: each row is one block."""
@@ -15,8 +15,8 @@ Blocks = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
-    """A cache is block-major: one tensor [num_blocks, num_layers, 2 (K, V), num_kv_heads, block_size, head_dim], in
-    which a block is one contiguous piece.
+    """A cache is block-major: one tensor [num_blocks, num_kv_heads, num_layers, 2 (K, V), block_size, head_dim], in
+    which a block is one contiguous piece, and so is what a block has of neighbouring heads.
     """
 
     model: str
@@ -43,7 +43,7 @@ class KVLayout:
         return self.block_bytes // self.block_size
 
     def shape(self, num_blocks: int) -> tuple[int, int, int, int, int, int]:
-        return (num_blocks, self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
+        return (num_blocks, self.num_kv_heads, self.num_layers, 2, self.block_size, self.head_dim)
 
     def fingerprint(self) -> bytes:
         """Returns 16 bytes, which are equal exactly when blocks may be copied byte for byte."""

@@ -12,7 +12,7 @@ LAYOUT = KVLayout(model="m", dtype="bfloat16", num_layers=32, num_kv_heads=8, bl
 def test_sizes_of_an_8b_model() -> None:
     assert LAYOUT.block_elements == 1_048_576
     assert (LAYOUT.block_bytes, LAYOUT.token_bytes) == (2_097_152, 131_072)
-    assert LAYOUT.shape(7) == (7, 32, 2, 8, 16, 128)
+    assert LAYOUT.shape(7) == (7, 8, 32, 2, 16, 128)
 
 
 @pytest.mark.parametrize(

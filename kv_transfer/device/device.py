@@ -16,11 +16,13 @@ MemoryKind = Literal["host", "GPU"]
 """The kinds of memory that a KV cache may lie in."""
 
 Tensor = Any
-"""uint8 [num_blocks, block_bytes] in GPU memory, torch's on a real device. Transfers pass it on and do not read it."""
+"""uint8 [num_blocks, block_bytes] in GPU memory, torch's on a real device. Transfers pass it on, or a view of the same
+columns of all blocks, and do not read it.
+"""
 
 Gather = Callable[[Tensor, Any, Tensor, Any], None]
-"""A kernel that copies whole blocks: (source, source ids, destination, destination ids). The ids are int64 [n] in GPU
-memory.
+"""A kernel that copies blocks, or the same columns of each: (source, source ids, destination, destination ids). The ids
+are int64 [n] in GPU memory; source and destination are equally wide, and rows may lie further apart than that.
 """
 
 

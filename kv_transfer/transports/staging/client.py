@@ -6,13 +6,13 @@ import time
 
 import numpy as np
 
+from kv_transfer.block_span import copies_of
 from kv_transfer.device.device import KVCache
 from kv_transfer.device.device_pool import POLL_S, DeviceStream
 from kv_transfer.segment import NONCE_BYTES, owner_lives
 from kv_transfer.transports.pull_thread import Pull
 from kv_transfer.transports.staging.channel import MAX_PIECES, Channel
 from protocol.arrays import Int64
-from protocol.block_runs import merged_runs
 from protocol.errors import PullFailed
 
 LOOK_S = 0.1
@@ -22,18 +22,18 @@ Copies = Int64
 """int64 [n, 3]: byte offset there, byte offset here, number of bytes."""
 
 
-def cut(pull: Pull, block_bytes: int, buffer_bytes: int) -> list[Copies]:
-    """Cuts a pull into parts of at most `buffer_bytes` bytes and MAX_PIECES copies. Blocks may be cut anywhere."""
+def cut(copies: Copies, buffer_bytes: int) -> list[Copies]:
+    """Cuts copies into parts of at most `buffer_bytes` bytes and MAX_PIECES copies. A copy may be cut anywhere."""
     parts: list[list[tuple[int, int, int]]] = []
     room = 0
-    for src, dst, num_blocks in merged_runs(pull.src_blocks, pull.dst_blocks).tolist():
-        done, num_bytes = 0, num_blocks * block_bytes
+    for src, dst, num_bytes in copies.tolist():
+        done = 0
         while done < num_bytes:
             if not room or len(parts[-1]) == MAX_PIECES:
                 parts.append([])
                 room = buffer_bytes
             size = min(room, num_bytes - done)
-            parts[-1].append((src * block_bytes + done, dst * block_bytes + done, size))
+            parts[-1].append((src + done, dst + done, size))
             done, room = done + size, room - size
     return [np.array(part, np.int64) for part in parts]
 
@@ -41,10 +41,13 @@ def cut(pull: Pull, block_bytes: int, buffer_bytes: int) -> list[Copies]:
 class StagingClient:
     """One claimed channel, which one thread at a time uses."""
 
-    def __init__(self, channel: Channel, stream: DeviceStream, cache: KVCache, fd: int, stall_s: float) -> None:
+    def __init__(
+        self, channel: Channel, src_block_bytes: int, stream: DeviceStream, cache: KVCache, fd: int, stall_s: float
+    ) -> None:
         """`stream` has an event for each buffer; `fd` is the segment's file, whose lock tells whether the exporter
         lives.
         """
+        self._src_block_bytes = src_block_bytes
         self._channel, self._stream, self._cache, self._fd, self._stall_s = channel, stream, cache, fd, stall_s
 
     def prove(self, nonce_offset: int, nonce: bytes) -> None:
@@ -60,7 +63,8 @@ class StagingClient:
         """Returns why not all bytes came, or nothing if they did. Raises PullFailed. Nothing writes into the cache any
         more afterwards.
         """
-        parts = cut(pull, self._cache.block_bytes, self._channel.buffer_bytes)
+        sizes = (self._src_block_bytes, self._cache.block_bytes)
+        parts = cut(copies_of(pull.src_blocks, pull.dst_blocks, pull.span, *sizes), self._channel.buffer_bytes)
         try:
             return self._exchange(pull, parts)
         finally:

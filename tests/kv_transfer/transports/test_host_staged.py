@@ -92,16 +92,11 @@ def test_bytes_and_words_of_another_process(exporter: Exporter, puller: Puller) 
 
 
 def test_a_pull_is_cut_into_buffers(name: str) -> None:
-    ids = np.array([5, 6, 9], np.int64), np.array([1, 2, 3], np.int64)
-    pull = Pull(*ids, lambda pull: "")
-    parts = [part.tolist() for part in cut(pull, 30, 40)]
+    copies = np.array([(150, 30, 60), (270, 90, 30)])
+    parts = [part.tolist() for part in cut(copies, 40)]
     assert parts == [[[150, 30, 40]], [[190, 70, 20], [270, 90, 20]], [[290, 110, 10]]]
-    scattered = np.arange(0, 4 * MAX_PIECES, 2)
-    assert [len(part) for part in cut(Pull(scattered, scattered, lambda pull: ""), 1, 10**6)] == [
-        MAX_PIECES,
-        MAX_PIECES,
-    ]
-    assert cut(Pull(ids[0][:0], ids[1][:0], lambda pull: ""), 30, 40) == []
+    assert [len(part) for part in cut(np.ones((2 * MAX_PIECES, 3), np.int64), 10**6)] == [MAX_PIECES, MAX_PIECES]
+    assert cut(copies[:0], 40) == []
 
 
 def test_a_buffer_is_one_call(exporter: Exporter, puller: Puller) -> None:

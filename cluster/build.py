@@ -4,7 +4,8 @@ plain process or a test calls it.
     build_prefill(config, address, send, prefix, resources)  -> EngineLoop, not yet started
     build_decode(config, address, send, prefix, resources)   -> EngineLoop, not yet started
 
-`resources` receives what must be given back once the loop has stopped: shared memory, mappings and threads.
+`resources` receives what must be given back once the loop has stopped: shared memory, pinned memory, mappings and
+threads.
 """
 
 import logging
@@ -52,7 +53,7 @@ def build_prefill(config: ClusterConfig, address: Address, send: Send, prefix: s
     `prefix` + the engine's name. Raises StartupError.
     """
     served, pool = serve_model(config), config.prefill
-    blocks, make_runner = _prepare(config, pool, served)
+    blocks, make_runner = _prepare(config, pool, served, resources)
     remove_stale()  # the engine's machine may be another one than the supervisor's
     name = f"{prefix.removeprefix(PREFIX)}{address.replica_id}-{address.epoch}"
     # There are as many lease words as blocks, because every leased prompt holds at least one block of its own.
@@ -75,7 +76,7 @@ def build_prefill(config: ClusterConfig, address: Address, send: Send, prefix: s
 def build_decode(config: ClusterConfig, address: Address, send: Send, prefix: str, resources: ExitStack) -> EngineLoop:
     """Builds a decode engine. No other process sees its cache. Raises StartupError."""
     served, pool = serve_model(config), config.decode
-    blocks, make_runner = _prepare(config, pool, served)
+    blocks, make_runner = _prepare(config, pool, served, resources)
     cache = make_cache(config, pool, blocks, served.layout(pool))
     loops: list[EngineLoop] = []
     transport = choose(config.transfer, cache, lambda: loops[0].wake())
@@ -143,7 +144,9 @@ def _device(config: ClusterConfig, pool: PoolConfig) -> Device | None:
     return CudaDevice()
 
 
-def _prepare(config: ClusterConfig, pool: PoolConfig, served: ServedModel) -> tuple[int, MakeRunner]:
+def _prepare(
+    config: ClusterConfig, pool: PoolConfig, served: ServedModel, resources: ExitStack
+) -> tuple[int, MakeRunner]:
     """The number of KV blocks that an engine gets, and a function that makes its runner around them.
 
     A model on a GPU is loaded here, because the memory that it leaves may decide the number of blocks.
@@ -164,7 +167,7 @@ def _prepare(config: ClusterConfig, pool: PoolConfig, served: ServedModel) -> tu
     blocks = profiled_blocks(model, engine) if is_profiled(pool) else num_blocks(config, pool, served)
 
     def make(cache: Any, host_blocks: int) -> Runner:
-        return CUDARunner(
+        runner = CUDARunner(
             model,
             cache.view(-1),
             block_size=engine.block_size,
@@ -172,6 +175,8 @@ def _prepare(config: ClusterConfig, pool: PoolConfig, served: ServedModel) -> tu
             graph_sizes=engine.cuda_graph_sizes,
             num_host_blocks=host_blocks,
         )
+        resources.callback(runner.close)
+        return runner
 
     return blocks, make
 

@@ -17,10 +17,10 @@ class _Loop:
     a scheduler never run one.
     """
 
-    __slots__ = ("_compiled", "_function", "_sources")
+    __slots__ = ("_compiled", "_function", "_nogil", "_sources")
 
-    def __init__(self, function: Callable[..., Any], sources: tuple[str, ...]) -> None:
-        self._function, self._sources = function, sources
+    def __init__(self, function: Callable[..., Any], sources: tuple[str, ...], nogil: bool) -> None:
+        self._function, self._sources, self._nogil = function, sources, nogil
         self._compiled: Callable[..., Any] | None = None
 
     def __call__(self, *arguments: Any) -> Any:
@@ -32,7 +32,7 @@ class _Loop:
         if self._compiled is None:
             from jit.kernel_cache import compiled_loop
 
-            self._compiled = compiled_loop(self._sources)(self._function)
+            self._compiled = compiled_loop(self._sources, nogil=self._nogil)(self._function)
         return self._compiled
 
     @property
@@ -41,15 +41,17 @@ class _Loop:
         return self.compiled._numba_type_
 
 
-def compiled_loop(sources: tuple[str, ...], *, uncompiled: Callable[..., Any] | None = None) -> Callable[[F], F]:
-    """Makes a compiled function of a plain loop. Callers, and their type checker, see the loop. `sources` are as
-    in kernel_cache.py.
+def compiled_loop(
+    sources: tuple[str, ...], *, nogil: bool = False, uncompiled: Callable[..., Any] | None = None
+) -> Callable[[F], F]:
+    """Makes a compiled function of a plain loop. Callers, and their type checker, see the loop. `sources` and `nogil`
+    are as in kernel_cache.py.
 
     Where numba is absent, `uncompiled` runs in its place if it is given, and else the loop as it stands.
     """
 
     def compile_it(function: F) -> F:
-        return cast(F, _Loop(function, sources) if _HAS_NUMBA else uncompiled or function)
+        return cast(F, _Loop(function, sources, nogil) if _HAS_NUMBA else uncompiled or function)
 
     return compile_it
 

@@ -1,4 +1,4 @@
-"""What every transport does with the block ids of a pull before it moves a byte: check them, and merge neighbours."""
+"""What every transport does with the block ids of a pull before it moves a byte."""
 
 from collections.abc import Sequence
 
@@ -16,17 +16,6 @@ def checked_pairs(
     if len(src) != len(dst):
         raise PullFailed(f"{len(src)} blocks there for {len(dst)} here")
     return src, dst
-
-
-def merged_runs(src: Int64, dst: Int64) -> Int64:
-    """Returns int64 [num_runs, 3]: first block there, first block here, number of blocks. A run ascends by one on both
-    sides.
-    """
-    if not len(src):
-        return np.zeros((0, 3), np.int64)
-    breaks = np.flatnonzero((np.diff(src) != 1) | (np.diff(dst) != 1)) + 1
-    starts = np.concatenate(([0], breaks))
-    return np.stack((src[starts], dst[starts], np.diff(np.append(starts, len(src)))), axis=1)
 
 
 def _checked(blocks: Sequence[int], num_blocks: int, where: str) -> Int64:

@@ -16,7 +16,7 @@ Blocks = npt.NDArray[np.uint8]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
     """A cache is block-major: one tensor [num_blocks, num_kv_heads, num_layers, 2 (K, V), block_size, head_dim], in
-    which a block is one contiguous piece, and so is what it has of one KV head.
+    which a block is one contiguous piece, and so is what a block has of neighbouring heads.
     """
 
     model: str

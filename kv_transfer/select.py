@@ -34,14 +34,14 @@ class AutoTransport:
         self.name = AUTO
         self._candidates, self._absent, self._facts = candidates, absent, facts
 
-    def connect(self, endpoint: Endpoint) -> Peer:
+    def connect(self, endpoint: Endpoint, src_block_bytes: int | None = None) -> Peer:
         """Raises PullFailed with every candidate's reason when none works, LayoutMismatch at once: no other transport
         can mend that.
         """
         reasons = []
         for candidate in self._candidates:
             try:
-                peer = candidate.connect(endpoint)
+                peer = candidate.connect(endpoint, src_block_bytes)
             except PullFailed as error:
                 reasons.append(f"{candidate.name}: {error}")
                 continue

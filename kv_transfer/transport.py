@@ -4,7 +4,7 @@ here. A file in transports/ is a `TwoSided`.
 export(exported, resources) -> Endpoint     the prefill side makes its blocks and lease words readable
 import_into(cache, notify) -> Transport     the decode side: what it reaches all its peers with
 transport.connect(endpoint) -> Peer         opens one of them
-peer.pull(src_blocks, dst_blocks) -> Pending
+peer.pull(src_blocks, dst_blocks, span) -> Pending
 peer.read_word(index) -> int                read after the last byte of a pull has arrived
 """
 
@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
+from kv_transfer.block_span import BlockSpan
 from kv_transfer.device.device import KVCache, MemoryKind
 from kv_transfer.segment import SharedSegment
 
@@ -43,9 +44,9 @@ class Pending(Protocol):
 class Peer(Protocol):
     """The readable side of one remote engine, in one of its epochs."""
 
-    def pull(self, src_blocks: Sequence[int], dst_blocks: Sequence[int]) -> Pending:
-        """Starts copying whole blocks, `src_blocks[i]` there to `dst_blocks[i]` here. Raises PullFailed if it cannot
-        start.
+    def pull(self, src_blocks: Sequence[int], dst_blocks: Sequence[int], span: BlockSpan | None = None) -> Pending:
+        """Starts copying `src_blocks[i]` there to `dst_blocks[i]` here: whole blocks, or a span of each. No pool uses
+        spans yet. Raises PullFailed if it cannot start, LayoutMismatch for whole blocks of different sizes.
         """
         ...
 
@@ -64,8 +65,10 @@ class Transport(Protocol):
     @property
     def name(self) -> str: ...
 
-    def connect(self, endpoint: Endpoint) -> Peer:
-        """Opens a peer. Raises PullFailed when it is gone, LayoutMismatch when its blocks have another size."""
+    def connect(self, endpoint: Endpoint, src_block_bytes: int | None = None) -> Peer:
+        """Opens a peer whose blocks have `src_block_bytes` bytes; None means as many as ours. Raises PullFailed when it
+        is gone, LayoutMismatch when its blocks have another size.
+        """
         ...
 
     def close(self) -> None:

@@ -1,5 +1,5 @@
-"""Whole KV blocks by their ids: out of a cache, into a cache, from a peer's cache into ours. For pieces too small for
-copy engines.
+"""KV blocks by their ids: out of a cache, into a cache, from a peer's cache into ours. For pieces too small for copy
+engines. A cache given as a view of some of its columns, such as cache[:, 64:128], stands for that part of each block.
 """
 
 import torch

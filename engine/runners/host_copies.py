@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.runner import Batch, StepOutput
+from protocol.block_runs import merged_runs
 from protocol.clock import Clock
 
 
@@ -46,6 +47,6 @@ class HostCopies:
         ):
             if pairs is not None:
                 num_blocks += len(pairs)
-                for source_block, destination_block in pairs.tolist():
-                    destination[destination_block] = source[source_block]
+                for src, dst, length in merged_runs(*pairs.T.astype(np.int64)).tolist():
+                    destination[dst : dst + length] = source[src : src + length]
         return num_blocks * self._cache[:1].nbytes, self._clock() - started_at

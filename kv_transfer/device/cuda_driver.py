@@ -6,6 +6,7 @@ torch's, too.
 """
 
 import ctypes
+import logging
 import threading
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 from typing import Any
@@ -17,6 +18,8 @@ from kv_transfer.device.foreign_tensor import CUDA, foreign_tensor
 from protocol.arrays import Int64
 from protocol.errors import CapacityError, ConfigError, PullFailed
 
+log = logging.getLogger(__name__)
+
 HANDLE_BYTES = 64
 
 
@@ -24,6 +27,17 @@ class _IpcHandle(ctypes.Structure):
     """CUipcMemHandle. It is passed by value."""
 
     _fields_ = (("reserved", c_ubyte * HANDLE_BYTES),)
+
+
+class _CopyAttributes(ctypes.Structure):
+    """CUmemcpyAttributes: when sources are read, two hints for managed memory (CUmemLocation: type, id), flags."""
+
+    _fields_ = (
+        ("source_access_order", c_uint),
+        ("source_hint", c_int * 2),
+        ("destination_hint", c_int * 2),
+        ("flags", c_uint),
+    )
 
 
 # cuda.h. Pointers into GPU memory are 64-bit integers, streams, events and contexts opaque pointers.
@@ -52,7 +66,16 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuMemsetD8Async": (c_uint64, c_ubyte, c_size_t, c_void_p),
     "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, c_void_p),
 }
-_OUT_OF_MEMORY, _NOT_READY = 2, 600  # CUresult
+# The library's symbols, newest first: destinations, sources, sizes, their number, attributes, the first copy of each,
+# their number, and the stream. That of CUDA 12.8, unlike that of CUDA 13.0, also says which copy was refused. CUDA 13's
+# header gives the newer one the older one's name; in the library each symbol keeps its arguments.
+_BATCH = (c_void_p, c_void_p, c_void_p, c_size_t, POINTER(_CopyAttributes), POINTER(c_size_t), c_size_t)
+_BATCHED_COPIES: dict[str, tuple[Any, ...]] = {
+    "cuMemcpyBatchAsync_v2": (*_BATCH, c_void_p),
+    "cuMemcpyBatchAsync": (*_BATCH, POINTER(c_size_t), c_void_p),
+}
+_OUT_OF_MEMORY, _NOT_READY, _NOT_SUPPORTED = 2, 600, 801  # CUresult
+_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
@@ -78,6 +101,7 @@ class CudaDevice:
         self._library: Any = load_library() if library is None else library
         for function, types in _SIGNATURES.items():
             getattr(self._library, function).argtypes = types
+        self._batched_copy = _first_of(self._library, _BATCHED_COPIES)
         self.ordinal = ordinal
         self._context = c_void_p()
         self._bound = threading.local()
@@ -151,6 +175,17 @@ class CudaDevice:
     def copy(self, dst: int, src: int, num_bytes: int, stream: int) -> None:
         self._call("cuMemcpyAsync", dst, src, num_bytes, stream)
 
+    def copy_many(self, dsts: Int64, srcs: Int64, sizes: Int64, stream: int) -> None:
+        if self._batched_copy and len(sizes):
+            code = self._start_batch(self._batched_copy, dsts, srcs, sizes, stream)
+            if code != _NOT_SUPPORTED:
+                self._raise_if(self._batched_copy, code)
+                return
+            log.info("GPU %d: no batches of copies; each copy is a call", self.ordinal)
+            self._batched_copy = ""
+        for dst, src, num_bytes in zip(dsts.tolist(), srcs.tolist(), sizes.tolist(), strict=True):
+            self.copy(dst, src, num_bytes, stream)
+
     def clear(self, pointer: int, num_bytes: int, stream: int) -> None:
         self._call("cuMemsetD8Async", pointer, 0, num_bytes, stream)
 
@@ -180,6 +215,16 @@ class CudaDevice:
         torch.cuda.init()
         return foreign_tensor(pointer, num_blocks, block_bytes, CUDA, self.ordinal)
 
+    def _start_batch(self, name: str, dsts: Int64, srcs: Int64, sizes: Int64, stream: int) -> int:
+        """Returns the driver's CUresult. The driver has read the arrays then. It refuses the default stream."""
+        attributes, first, refused = _CopyAttributes(source_access_order=_STREAM_ORDER), c_size_t(), c_size_t()
+        arrays = [np.ascontiguousarray(array) for array in (dsts, srcs, sizes)]
+        addresses = [array.ctypes.data for array in arrays]
+        tail = (stream,) if name == "cuMemcpyBatchAsync_v2" else (byref(refused), stream)
+        self._bind()
+        code: int = getattr(self._library, name)(*addresses, len(sizes), byref(attributes), byref(first), 1, *tail)
+        return code
+
     def _call(self, name: str, *arguments: Any) -> None:
         self._bind()
         self._check(name, *arguments)
@@ -198,3 +243,13 @@ class CudaDevice:
             text = c_char_p()
             self._library.cuGetErrorString(code, byref(text))
             raise PullFailed(f"{name}: {(text.value or b'unknown error').decode()} ({code})")
+
+
+def _first_of(library: Any, signatures: dict[str, tuple[Any, ...]]) -> str:
+    """Returns the first of these functions that the library has, with its signature set; empty if it has none."""
+    for name, types in signatures.items():
+        function = getattr(library, name, None)
+        if function is not None:
+            function.argtypes = types
+            return name
+    return ""

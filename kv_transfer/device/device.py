@@ -16,11 +16,13 @@ MemoryKind = Literal["host", "GPU"]
 """The kinds of memory that a KV cache may lie in."""
 
 Tensor = Any
-"""uint8 [num_blocks, block_bytes] in GPU memory, torch's on a real device. Transfers pass it on and do not read it."""
+"""uint8 [num_blocks, block_bytes] in GPU memory, torch's on a real device. Transfers pass it on, or a view of the same
+columns of all blocks, and do not read it.
+"""
 
 Gather = Callable[[Tensor, Any, Tensor, Any], None]
-"""A kernel that copies whole blocks: (source, source ids, destination, destination ids). The ids are int64 [n] in GPU
-memory.
+"""A kernel that copies blocks, or the same columns of each: (source, source ids, destination, destination ids). The ids
+are int64 [n] in GPU memory; source and destination are equally wide, and rows may lie further apart than that.
 """
 
 
@@ -70,6 +72,13 @@ class Device(Protocol):
 
     def copy(self, dst: int, src: int, num_bytes: int, stream: int) -> None:
         """Starts a copy between any two of these: memory here, opened memory, pinned host memory."""
+        ...
+
+    def copy_many(self, dsts: Int64, srcs: Int64, sizes: Int64, stream: int) -> None:
+        """Starts n copies as `copy` does, from the addresses int64 [n] to the addresses int64 [n], sizes int64 [n] in
+        bytes. It is one call into the driver where that has batches. No copy may read or write what another one of them
+        writes: their order is open.
+        """
         ...
 
     def clear(self, pointer: int, num_bytes: int, stream: int) -> None:

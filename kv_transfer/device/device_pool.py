@@ -43,6 +43,9 @@ class DeviceStream:
     def copy(self, dst: int, src: int, num_bytes: int) -> None:
         self._device.copy(dst, src, num_bytes, self._stream)
 
+    def copy_many(self, dsts: Int64, srcs: Int64, sizes: Int64) -> None:
+        self._device.copy_many(dsts, srcs, sizes, self._stream)
+
     def clear(self, pointer: int, num_bytes: int) -> None:
         self._device.clear(pointer, num_bytes, self._stream)
 

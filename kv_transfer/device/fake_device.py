@@ -64,7 +64,8 @@ class FakeMemory:
 class FakeDevice:
     """`name` begins the names of its memory's files and is unique on the machine. `peers` are the bus ids that it
     reaches; another one's memory cannot be opened. `memory` None: there is always enough. `pid` is that of the process
-    that this object stands for; no process opens memory of its own.
+    that this object stands for; no process opens memory of its own. `has_batches`: as with a driver that starts many
+    copies by one call.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class FakeDevice:
         *,
         memory: FakeMemory | None = None,
         pid: int | None = None,
+        has_batches: bool = True,
     ) -> None:
         self.ordinal = 0
         self.bus_id = bus_id
@@ -87,9 +89,11 @@ class FakeDevice:
         text, or an exception that is not ours.
         """
         self.num_copies = 0
+        self.num_copy_calls = 0
+        """Calls into the driver by which copies were started."""
         self.num_gathers = 0
         self.pinned: dict[int, int] = {}
-        self._name, self._peers = name, peers
+        self._name, self._peers, self._has_batches = name, peers, has_batches
         self._num_copies_left: int | None = None
         self._lock = threading.Lock()
         self._numbers = count(1)
@@ -202,6 +206,15 @@ class FakeDevice:
         with self._lock:
             self._streams[stream].append(functools.partial(_move, dst, src, num_bytes))
             self.num_copies += 1
+            self.num_copy_calls += 1
+
+    def copy_many(self, dsts: Int64, srcs: Int64, sizes: Int64, stream: int) -> None:
+        """A batch may stall half way, as one on a GPU may be half done."""
+        num_calls = self.num_copy_calls
+        for dst, src, num_bytes in zip(dsts.tolist(), srcs.tolist(), sizes.tolist(), strict=True):
+            self.copy(dst, src, num_bytes, stream)
+        if self._has_batches and len(sizes):
+            self.num_copy_calls = num_calls + 1
 
     def clear(self, pointer: int, num_bytes: int, stream: int) -> None:
         with self._lock:

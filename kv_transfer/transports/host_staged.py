@@ -40,7 +40,7 @@ KIND = "host_staged"
 MEMORY: tuple[MemoryKind, ...] = ("GPU",)
 BUFFER_BYTES, NUM_BUFFERS = 4 << 20, 4
 """Size and number of one channel's buffers: large enough for PCIe's full speed, enough of them that neither side waits
-for the other.
+for the other. Either side starts all copies of a buffer by one call.
 """
 STALL_S = 2.0
 """A living exporter that fills nothing for so long fails the pull."""
@@ -103,7 +103,7 @@ class ClaimedChannel:
 def _open(cache: KVCache, offer: Offer, resources: ExitStack) -> ClaimedChannel:
     """Moves the nonce through the first bytes of our block 0, which belongs to no sequence."""
     device, nonce, num_blocks = cache.require_device(), bytes.fromhex(offer["nonce"]), offer["num_blocks"]
-    buffer_bytes, num_buffers = offer["buffer_bytes"], offer["num_buffers"]
+    block_bytes, buffer_bytes, num_buffers = offer["block_bytes"], offer["buffer_bytes"], offer["num_buffers"]
     words = SharedSegment.open(Path(offer["path"]), nonce)
     resources.callback(words.close)
     fd = open_verified(Path(offer["channels_path"]), bytes.fromhex(offer["channels_nonce"]), os.O_RDWR)
@@ -113,8 +113,8 @@ def _open(cache: KVCache, offer: Offer, resources: ExitStack) -> ClaimedChannel:
     device.pin(memory.ctypes.data, memory.nbytes)
     resources.callback(device.unpin, memory.ctypes.data)
     stream = resources.enter_context(DeviceStream(device, num_events=num_buffers))
-    client = StagingClient(Channel(memory, buffer_bytes, num_buffers), stream, cache, fd, STALL_S)
-    client.prove(num_blocks * cache.block_bytes, nonce)
+    client = StagingClient(Channel(memory, buffer_bytes, num_buffers), block_bytes, stream, cache, fd, STALL_S)
+    client.prove(num_blocks * block_bytes, nonce)
     return ClaimedChannel(client, words, num_blocks)
 
 

@@ -7,6 +7,7 @@ So a pull can fail, stop half way, or end after its lease died and its blocks we
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kv_transfer.block_span import BlockSpan, checked_span
 from kv_transfer.layout import Blocks
 from kv_transfer.lease import Words
 from kv_transfer.transport import Endpoint, Notify
@@ -55,13 +56,14 @@ class LocalPull:
         source: Blocks,
         destination: Blocks,
         pairs: list[tuple[int, int]],
+        span: BlockSpan,
         notify: Notify,
     ) -> None:
         self._network, self._notify = network, notify
         self._source = source
         self.destination = destination
         self.destination_blocks = [pair[1] for pair in pairs]
-        self._pairs = pairs
+        self._pairs, self._span = pairs, span
         self.cancelled = False
         self.num_blocks = len(pairs)
         self.num_moved = 0
@@ -85,8 +87,9 @@ class LocalPull:
             self.fail("cancelled")
             return
         end = self.num_blocks if num_blocks is None else min(self.num_moved + num_blocks, self.num_blocks)
+        begin, to, length = self._span.src_offset, self._span.dst_offset, self._span.length
         for source, destination in self._pairs[self.num_moved : end]:
-            self.destination[destination] = self._source[source]
+            self.destination[destination, to : to + length] = self._source[source, begin : begin + length]
         self.num_moved = end
         if end == self.num_blocks:
             self._end("")
@@ -111,9 +114,10 @@ class LocalPeer:
         self._notify, self._immediate = notify, immediate
         network.peers.append(self)
 
-    def pull(self, src_blocks: Sequence[int], dst_blocks: Sequence[int]) -> LocalPull:
-        pairs = list(zip(src_blocks, dst_blocks, strict=True))
-        pull = LocalPull(self._network, self._exported.cache, self.cache, pairs, self._notify)
+    def pull(self, src_blocks: Sequence[int], dst_blocks: Sequence[int], span: BlockSpan | None = None) -> LocalPull:
+        pairs, source = list(zip(src_blocks, dst_blocks, strict=True)), self._exported.cache
+        checked = checked_span(span, source.shape[1], self.cache.shape[1])
+        pull = LocalPull(self._network, source, self.cache, pairs, checked, self._notify)
         if self._immediate:
             pull.advance()
         return pull
@@ -142,12 +146,13 @@ class LocalTransport:
     ) -> None:
         self._network, self._cache, self._notify, self._immediate = network, cache, notify, immediate
 
-    def connect(self, endpoint: Endpoint) -> LocalPeer:
+    def connect(self, endpoint: Endpoint, src_block_bytes: int | None = None) -> LocalPeer:
+        expected = self._cache.shape[1] if src_block_bytes is None else src_block_bytes
         exported = self._network.exported.get(endpoint)
         if exported is None:
             raise PullFailed(f"endpoint {endpoint!r} is gone")
-        if exported.cache.shape[1] != self._cache.shape[1]:
-            raise LayoutMismatch(f"blocks there have {exported.cache.shape[1]} bytes, here {self._cache.shape[1]}")
+        if exported.cache.shape[1] != expected:
+            raise LayoutMismatch(f"blocks there have {exported.cache.shape[1]} bytes, here {expected}")
         return LocalPeer(self._network, endpoint, self._cache, self._notify, self._immediate)
 
     def close(self) -> None:

@@ -4,8 +4,8 @@
 1. The prefill engine registers its cache, its lease words and a nonce with a NIXL agent and puts the agent's metadata
    into its endpoint.
 2. The decode engine adds that agent to its own and reads the nonce: proof that bytes come from there.
-3. A pull is a list of (address, bytes) pairs, one for each run of neighbouring blocks: descriptors, not bytes, are what
-   costs.
+3. A pull is a list of (address, bytes) pairs, one for each run of neighbouring blocks (or for each block, of which only
+   a span is moved): descriptors, not bytes, are what costs.
 4. After its last byte the lease word is read the same way. Nothing is shared: a word that cannot be read is no lease.
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from kv_transfer.block_ids import merged_runs
+from kv_transfer.block_span import copies_of
 from kv_transfer.device.device import KVCache, MemoryKind
 from kv_transfer.endpoint import Offer, single
 from kv_transfer.segment import NONCE_BYTES
@@ -195,11 +195,12 @@ class RemoteAgent:
     def copy(self, pull: Pull) -> str:
         cache, offer = self._cache, self._offer
         kind, ordinal = _place(cache)
-        piece = max(1, PIECE_BYTES // cache.block_bytes)
+        piece = max(1, PIECE_BYTES // pull.span.length)
         for begin in range(0, len(pull.dst_blocks), piece):
-            runs = merged_runs(pull.src_blocks[begin : begin + piece], pull.dst_blocks[begin : begin + piece])
-            here = _pieces(cache.pointer, runs[:, 1], runs[:, 2], cache.block_bytes, ordinal)
-            there = _pieces(offer["address"], runs[:, 0], runs[:, 2], cache.block_bytes, offer["ordinal"])
+            src, dst = pull.src_blocks[begin : begin + piece], pull.dst_blocks[begin : begin + piece]
+            copies = copies_of(src, dst, pull.span, offer["block_bytes"], cache.block_bytes)
+            here = _pieces(cache.pointer + copies[:, 1], copies[:, 2], ordinal)
+            there = _pieces(offer["address"] + copies[:, 0], copies[:, 2], offer["ordinal"])
             if not self.agent.read(here, kind, there, offer["memory"], self._name, pull.cancelled.is_set):
                 return "cancelled"
         return ""
@@ -271,9 +272,9 @@ def _place(cache: KVCache) -> tuple[str, int]:
     return _NAMES[cache.memory], cache.device.ordinal if cache.device else 0
 
 
-def _pieces(address: int, blocks: Int64, lengths: Int64, block_bytes: int, ordinal: int) -> Int64:
-    """Returns int64 [n, 3] for runs of blocks: address, bytes, GPU."""
-    return np.stack((address + blocks * block_bytes, lengths * block_bytes, np.full(len(blocks), ordinal)), axis=1)
+def _pieces(addresses: Int64, sizes: Int64, ordinal: int) -> Int64:
+    """Returns int64 [n, 3]: address, bytes, GPU."""
+    return np.stack((addresses, sizes, np.full(len(sizes), ordinal)), axis=1)
 
 
 def _after(seconds: float) -> Callable[[], bool]:

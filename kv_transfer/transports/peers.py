@@ -6,6 +6,7 @@ from typing import Protocol
 from weakref import WeakSet
 
 from kv_transfer.block_ids import checked_pairs
+from kv_transfer.block_span import BlockSpan, checked_span
 from kv_transfer.device.device import KVCache
 from kv_transfer.endpoint import Offer, offer_of
 from kv_transfer.transport import Endpoint, Notify
@@ -38,14 +39,16 @@ Raises PullFailed.
 class PullPeer:
     """One source, and the thread of its pulls."""
 
-    def __init__(self, source: Source, cache: KVCache, thread: PullThread, resources: ExitStack) -> None:
+    def __init__(
+        self, source: Source, src_block_bytes: int, cache: KVCache, thread: PullThread, resources: ExitStack
+    ) -> None:
         """`close` gives `resources` back."""
-        self.source = source
+        self.source, self._src_block_bytes = source, src_block_bytes
         self._cache, self._thread, self._resources = cache, thread, resources
 
-    def pull(self, src_blocks: Sequence[int], dst_blocks: Sequence[int]) -> Pull:
+    def pull(self, src_blocks: Sequence[int], dst_blocks: Sequence[int], span: BlockSpan | None = None) -> Pull:
         ids = checked_pairs(src_blocks, self.source.num_blocks, dst_blocks, self._cache.num_blocks)
-        pull = Pull(*ids, self.source.copy)
+        pull = Pull(*ids, checked_span(span, self._src_block_bytes, self._cache.block_bytes), self.source.copy)
         self._thread.start(pull)
         return pull
 
@@ -71,15 +74,16 @@ class PullTransport:
         self._peers: WeakSet[PullPeer] = WeakSet()
         """Peers that somebody still holds: a closed one must not keep what it had mapped."""
 
-    def connect(self, endpoint: Endpoint) -> PullPeer:
-        offer = offer_of(endpoint, self.name, self._cache.block_bytes)
+    def connect(self, endpoint: Endpoint, src_block_bytes: int | None = None) -> PullPeer:
+        src_block_bytes = self._cache.block_bytes if src_block_bytes is None else src_block_bytes
+        offer = offer_of(endpoint, self.name, src_block_bytes)
         with ExitStack() as resources:
             source = self._open_source(offer, resources)
             thread = self._thread
             if thread is None:
                 thread = PullThread(self._notify)
                 resources.callback(thread.close)
-            peer = PullPeer(source, self._cache, thread, resources.pop_all())
+            peer = PullPeer(source, src_block_bytes, self._cache, thread, resources.pop_all())
         self._peers.add(peer)
         return peer
 

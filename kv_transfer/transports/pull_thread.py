@@ -5,6 +5,7 @@ import queue
 import threading
 from collections.abc import Callable
 
+from kv_transfer.block_span import BlockSpan
 from protocol.arrays import Int64
 from protocol.errors import PullFailed
 
@@ -16,8 +17,8 @@ class Pull:
     all, or raises PullFailed.
     """
 
-    def __init__(self, src_blocks: Int64, dst_blocks: Int64, copy: Callable[["Pull"], str]) -> None:
-        self.src_blocks, self.dst_blocks = src_blocks, dst_blocks
+    def __init__(self, src_blocks: Int64, dst_blocks: Int64, span: BlockSpan, copy: Callable[["Pull"], str]) -> None:
+        self.src_blocks, self.dst_blocks, self.span = src_blocks, dst_blocks, span
         self.copy = copy
         self.cancelled = threading.Event()
         self.done = False

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from kv_transfer.block_span import BlockSpan
 from kv_transfer.device.device import KVCache, MemoryKind
 from kv_transfer.endpoint import Offer, single
 from kv_transfer.layout import Blocks
@@ -47,7 +48,8 @@ def export(exported: ExportedCache, resources: ExitStack) -> Endpoint:
 def import_into(cache: KVCache, notify: Notify) -> PullTransport:
     blocks: Blocks = cache.tensor
     nothing = np.zeros(0, np.int64)
-    copy_blocks(blocks, _read_only(blocks), nothing, nothing)  # compiles now, so that no pull waits for that
+    whole = BlockSpan(0, 0, cache.block_bytes)
+    copy_blocks(blocks, _read_only(blocks), nothing, nothing, whole)  # compiles now, so that no pull waits for that
     return PullTransport(KIND, cache, notify, partial(_open, blocks), one_thread=True)
 
 
@@ -64,12 +66,12 @@ class MappedSegment:
 
     def copy(self, pull: Pull) -> str:
         source = self._segment.cache
-        piece = max(1, PIECE_BYTES // source.shape[1])
+        piece = max(1, PIECE_BYTES // pull.span.length)
         for begin in range(0, len(pull.dst_blocks), piece):
             if pull.cancelled.is_set():
                 return "cancelled"
             blocks = slice(begin, begin + piece)
-            copy_blocks(self._blocks, source, pull.dst_blocks[blocks], pull.src_blocks[blocks])
+            copy_blocks(self._blocks, source, pull.dst_blocks[blocks], pull.src_blocks[blocks], pull.span)
         return ""
 
     def read_word(self, index: int) -> int:

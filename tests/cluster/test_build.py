@@ -170,7 +170,7 @@ def test_a_gpu_that_is_not_there_is_named_before_anything_is_loaded(monkeypatch:
     monkeypatch.setattr(launch, "INTERPRETED", False)
     served = served_model.serve_model(small())
     with pytest.raises(ConfigError, match="GPU kernels need"):
-        build._prepare(on_gpus(), on_gpus().decode, served)
+        build._prepare(on_gpus(), on_gpus().decode, served, ExitStack())
 
 
 def test_an_absent_pool_is_not_checked() -> None:

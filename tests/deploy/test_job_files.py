@@ -101,3 +101,5 @@ def test_four_gpus_are_four_engines() -> None:
     config = load(ROOT / "deploy" / "4xh100.yaml")
     assert [(pool.replicas, pool.num_gpus) for pool in (config.prefill, config.decode)] == [(2, 1), (2, 1)]
     assert config.model is not None and (ROOT / config.model / "config.json").is_file()
+    for pool in (config.prefill, config.decode):  # a step is launched while one runs, so no step drafts
+        assert pool.engine.async_scheduling and pool.engine.num_speculative_tokens == 0

@@ -2,8 +2,9 @@
 NUM_BLOCKS BLOCK_BYTES`. The GPU is a make-believe one that can be told to stall and to fail.
 
 Prints its endpoint, then obeys lines of standard input, answering each with a line: `write SLOT ID`, `clear SLOT`,
-`stall_after N` copies, `stalled` (answers once work waits for the stalled GPU), `resume`, `fail CALL TEXT`. Ends with
-its input. `host_staged` has three buffers of BUFFER_BYTES in each channel.
+`stall_after N` copies, `stalled` (answers once work waits for the stalled GPU), `resume`, `fail CALL TEXT`,
+`num_copy_calls` (answers with that number). Ends with its input. `host_staged` has three buffers of BUFFER_BYTES in
+each channel.
 """
 
 import sys
@@ -36,6 +37,10 @@ def main(memory: str, transport: str, name: str, num_blocks: int, block_bytes: i
     export.cache.tensor[:] = content(num_blocks, block_bytes)
     print(export.endpoint.decode(), flush=True)
     for line in sys.stdin:
+        if line == "num_copy_calls\n":
+            assert device is not None
+            print(device.num_copy_calls, flush=True)
+            continue
         obey(line.split(), leases, device)
         print("done", flush=True)
     export.close()

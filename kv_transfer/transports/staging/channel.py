@@ -10,8 +10,6 @@ n - num_buffers has been filled and its bytes taken out; so who orders decides w
 order is all there is to cancelling.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 
@@ -64,8 +62,8 @@ class Channel:
             int(self._memory.ctypes.data) + self._first_buffer + number % self.num_buffers * _pages(self.buffer_bytes)
         )
 
-    def order(self, pieces: Sequence[tuple[int, int]]) -> None:
-        """Asks for (offset, bytes) pieces, to lie one behind the other in the next order's buffer."""
+    def order(self, pieces: Int64) -> None:
+        """Asks for pieces, int64 [n, 2] (offset, bytes), to lie one behind the other in the next order's buffer."""
         number = self.num_ordered
         header, _, table = self._order(number)
         header[:] = len(pieces), 0
@@ -74,10 +72,12 @@ class Channel:
         self._num_ordered[0] = number + 1
         self.orders.ring()
 
-    def pieces(self, number: int) -> list[tuple[int, int]]:
-        """Returns the pieces as they were ordered. Whoever fills them trusts no number of them."""
+    def pieces(self, number: int) -> Int64:
+        """Returns a copy of the pieces as they were ordered, int64 [n, 2]. Whoever fills them trusts no number of
+        them.
+        """
         header, _, table = self._order(number)
-        return [(int(offset), int(num_bytes)) for offset, num_bytes in table[: min(int(header[0]), MAX_PIECES)]]
+        return table[: min(int(header[0]), MAX_PIECES)].copy()
 
     def fill(self, error: str = "") -> None:
         """Answers the oldest open order: its bytes are in its buffer, or `error` says why not."""

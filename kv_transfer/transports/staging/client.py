@@ -4,51 +4,58 @@ on their way.
 
 import time
 
-from kv_transfer.block_ids import merged_runs
+import numpy as np
+
+from kv_transfer.block_span import copies_of
 from kv_transfer.device.device import KVCache
 from kv_transfer.device.device_pool import POLL_S, DeviceStream
 from kv_transfer.segment import NONCE_BYTES, owner_lives
 from kv_transfer.transports.pull_thread import Pull
 from kv_transfer.transports.staging.channel import MAX_PIECES, Channel
+from protocol.arrays import Int64
 from protocol.errors import PullFailed
 
 LOOK_S = 0.1
 """Seconds between two looks whether a silent exporter is alive."""
 
-Copy = tuple[int, int, int]
-"""It says byte offset there, byte offset here, number of bytes."""
+Copies = Int64
+"""int64 [n, 3]: byte offset there, byte offset here, number of bytes."""
 
 
-def cut(pull: Pull, block_bytes: int, buffer_bytes: int) -> list[list[Copy]]:
-    """Cuts a pull into parts of at most `buffer_bytes` bytes and MAX_PIECES copies. Blocks may be cut anywhere."""
-    parts: list[list[Copy]] = []
+def cut(copies: Copies, buffer_bytes: int) -> list[Copies]:
+    """Cuts copies into parts of at most `buffer_bytes` bytes and MAX_PIECES copies. A copy may be cut anywhere."""
+    parts: list[list[tuple[int, int, int]]] = []
     room = 0
-    for src, dst, num_blocks in merged_runs(pull.src_blocks, pull.dst_blocks).tolist():
-        done, num_bytes = 0, num_blocks * block_bytes
+    for src, dst, num_bytes in copies.tolist():
+        done = 0
         while done < num_bytes:
             if not room or len(parts[-1]) == MAX_PIECES:
                 parts.append([])
                 room = buffer_bytes
             size = min(room, num_bytes - done)
-            parts[-1].append((src * block_bytes + done, dst * block_bytes + done, size))
+            parts[-1].append((src + done, dst + done, size))
             done, room = done + size, room - size
-    return parts
+    return [np.array(part, np.int64) for part in parts]
 
 
 class StagingClient:
     """One claimed channel, which one thread at a time uses."""
 
-    def __init__(self, channel: Channel, stream: DeviceStream, cache: KVCache, fd: int, stall_s: float) -> None:
+    def __init__(
+        self, channel: Channel, src_block_bytes: int, stream: DeviceStream, cache: KVCache, fd: int, stall_s: float
+    ) -> None:
         """`stream` has an event for each buffer; `fd` is the segment's file, whose lock tells whether the exporter
         lives.
         """
+        self._src_block_bytes = src_block_bytes
         self._channel, self._stream, self._cache, self._fd, self._stall_s = channel, stream, cache, fd, stall_s
 
     def prove(self, nonce_offset: int, nonce: bytes) -> None:
         """Moves the nonce from GPU to GPU as a pull would, into the first bytes of our block 0. Raises PullFailed."""
-        number = self._order([(nonce_offset, 0, NONCE_BYTES)])
+        part = np.array([(nonce_offset, 0, NONCE_BYTES)], np.int64)
+        number = self._order(part)
         self._await(number)
-        self._land(number, [(nonce_offset, 0, NONCE_BYTES)])
+        self._land(number, part)
         if self._stream.read(self._cache.pointer, NONCE_BYTES) != nonce:
             raise PullFailed("the bytes that came through the channel are not the nonce that was offered")
 
@@ -56,13 +63,14 @@ class StagingClient:
         """Returns why not all bytes came, or nothing if they did. Raises PullFailed. Nothing writes into the cache any
         more afterwards.
         """
-        parts = cut(pull, self._cache.block_bytes, self._channel.buffer_bytes)
+        sizes = (self._src_block_bytes, self._cache.block_bytes)
+        parts = cut(copies_of(pull.src_blocks, pull.dst_blocks, pull.span, *sizes), self._channel.buffer_bytes)
         try:
             return self._exchange(pull, parts)
         finally:
             self._stream.drain()
 
-    def _exchange(self, pull: Pull, parts: list[list[Copy]]) -> str:
+    def _exchange(self, pull: Pull, parts: list[Copies]) -> str:
         """Keeps as many buffers ordered as there are. Each is ordered, then filled, then landing, while its copy to our
         GPU runs, then landed.
         """
@@ -90,13 +98,13 @@ class StagingClient:
                 self._check_exporter(moved_at)
         return ""
 
-    def _order(self, part: list[Copy]) -> int:
+    def _order(self, part: Copies) -> int:
         """Returns the order's number. Waits for the answer to what an earlier pull, or an earlier peer, may have left
         in its buffer.
         """
         number = self._channel.num_ordered
         self._await(number - self._channel.num_buffers)
-        self._channel.order([(src, num_bytes) for src, _, num_bytes in part])
+        self._channel.order(part[:, [0, 2]])
         return number
 
     def _await(self, number: int) -> None:
@@ -114,12 +122,11 @@ class StagingClient:
         if time.monotonic() - silent_since > self._stall_s:
             raise PullFailed(f"the exporter has filled no buffer for {self._stall_s:g} s")
 
-    def _land(self, number: int, part: list[Copy]) -> None:
+    def _land(self, number: int, part: Copies) -> None:
         """Starts the copies of a filled buffer to where its bytes belong."""
         if error := self._channel.error(number):
             raise PullFailed(f"the exporter: {error}")
-        begin = self._channel.buffer(number)
-        for _, dst, num_bytes in part:
-            self._stream.copy(self._cache.pointer + dst, begin, num_bytes)
-            begin += num_bytes
+        _, offsets, sizes = part.T
+        begins = self._channel.buffer(number) + np.cumsum(sizes) - sizes
+        self._stream.copy_many(self._cache.pointer + offsets, begins, sizes)
         self._stream.record(number % self._channel.num_buffers)

@@ -6,6 +6,8 @@ import logging
 import threading
 from collections import deque
 
+import numpy as np
+
 from kv_transfer.device.device import KVCache
 from kv_transfer.device.device_pool import POLL_S, DeviceStream
 from kv_transfer.segment import NONCE_BYTES
@@ -90,14 +92,14 @@ class _ChannelServer:
     def _issue(self, number: int) -> None:
         pieces = self.channel.pieces(number)
         readable = self._cache.num_bytes + NONCE_BYTES
-        if any(offset < 0 or num_bytes < 0 or offset + num_bytes > readable for offset, num_bytes in pieces):
+        offsets, sizes = pieces.T
+        # No sum of numbers that were not checked yet: it might overflow.
+        if np.any((offsets < 0) | (sizes < 0) | (sizes > readable) | (offsets > readable - sizes)):
             raise PullFailed("bytes were ordered that do not lie in the cache")
-        if sum(num_bytes for _, num_bytes in pieces) > self.channel.buffer_bytes:
+        ends = np.cumsum(sizes)
+        if len(ends) and ends[-1] > self.channel.buffer_bytes:
             raise PullFailed(f"more was ordered than the {self.channel.buffer_bytes} bytes of a buffer")
-        buffer = self.channel.buffer(number)
-        for offset, num_bytes in pieces:
-            self._stream.copy(buffer, self._cache.pointer + offset, num_bytes)
-            buffer += num_bytes
+        self._stream.copy_many(self.channel.buffer(number) + ends - sizes, self._cache.pointer + offsets, sizes)
         self._stream.record(number % self.channel.num_buffers)
 
     def _outcome(self) -> str | None:

@@ -53,6 +53,18 @@ def test_rows_that_do_not_lie_on_8_bytes() -> None:
     assert torch.equal(out, wide[[1, 5], :40])
 
 
+@pytest.mark.parametrize(("src_from", "dst_from", "width"), [(64, 8, 128), (0, 200, 56), (13, 6, 99)])
+def test_a_part_of_each_block_and_nothing_beside_it(src_from: int, dst_from: int, width: int) -> None:
+    """Between caches whose blocks have different sizes."""
+    wide, _ = caches(512, torch.uint8)
+    target = torch.full((NUM_BLOCKS, 256), 77, dtype=torch.uint8)
+    expected = target.clone()
+    src, dst = torch.tensor([5, 1, 2]), torch.tensor([0, 4, 3])
+    expected[dst, dst_from : dst_from + width] = wide[src, src_from : src_from + width]
+    pull_blocks(wide[:, src_from : src_from + width], src, target[:, dst_from : dst_from + width], dst)
+    assert torch.equal(target, expected)
+
+
 def test_a_block_behind_2_to_the_31_elements() -> None:
     """Block 2,060 of one that is a byte longer than 8B's stride in elements; untouched, its 2 GB cost no memory."""
     block_id = 2060

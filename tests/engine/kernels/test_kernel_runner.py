@@ -5,6 +5,7 @@ The file is longer than 300 lines because every test runs the one interpreted en
 """
 
 import threading
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -320,14 +321,18 @@ def test_an_engine_on_a_gpu_gets_the_blocks_that_are_named_or_found(
     tree = {"model": str(tmp_path), "dtype": "float32", "prefill": {**knobs, "num_blocks": 5}, "decode": knobs}
     config = from_tree(tree)
     served = served_model.serve_model(config)
-    assert build._prepare(config, config.prefill, served)[0] == 5
-    blocks, make = build._prepare(config, config.decode, served)
+    resources = ExitStack()
+    assert build._prepare(config, config.prefill, served, resources)[0] == 5
+    blocks, make = build._prepare(config, config.decode, served, resources)
     size = served.layout(config.decode).block_bytes
     assert blocks == (900_000 - 400_000 - 1_000 * 2 // 8) // size
-    runner = make(torch.zeros(blocks, size, dtype=torch.uint8), 0)
+    runner = make(torch.zeros(blocks, size, dtype=torch.uint8), 3)
     assert isinstance(runner, CUDARunner) and runner.execute(make_batch([[1, 2]], [0], [2], [[1]])).counts.tolist() == [
         1
     ]
+    assert len(runner._copies.host) == 3
+    resources.close()
+    assert len(runner._copies.host) == 0
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kv_transfer.device import cuda_driver
@@ -19,7 +20,8 @@ class Library:
     there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *batched_copies: str) -> None:
+        """`batched_copies`: the symbols that this driver has for batches of copies."""
         self.calls: list[str] = []
         self.answers: dict[str, int | Callable[..., int | None]] = {
             "cuDeviceGetPCIBusId": lambda name, size, device: write(name, b"0000:1B:00.0\0"),
@@ -28,7 +30,8 @@ class Library:
             "cuStreamCreate": lambda stream, flags: put(stream, 77 + flags),
             "cuEventCreate": lambda event, flags: put(event, 88 + flags),
         }
-        for name, types in cuda_driver._SIGNATURES.items():
+        batched = {name: cuda_driver._BATCHED_COPIES[name] for name in batched_copies}
+        for name, types in (cuda_driver._SIGNATURES | batched).items():
             # As a pointer: of a string, Python would hand the callback a copy.
             seen = [ctypes.c_void_p if kind is ctypes.c_char_p else kind for kind in types]
             setattr(self, name, ctypes.CFUNCTYPE(ctypes.c_int, *seen)(partial(self._call, name)))
@@ -71,6 +74,49 @@ def test_pointers_keep_all_their_bits(library: Library) -> None:
     assert pointer == 2**40 + 4096
     device.copy(pointer, pointer + 1, 2**33, 78)
     assert copies == [(pointer, pointer + 1, 2**33, 78)]
+
+
+BATCHES = {"cuMemcpyBatchAsync_v2": 8, "cuMemcpyBatchAsync": 9}
+"""Numbers of arguments, as cuda.h of CUDA 13.0 and of CUDA 12.8 declare them."""
+
+
+@pytest.mark.parametrize("symbols", [(), ("cuMemcpyBatchAsync",), tuple(BATCHES)])
+def test_many_copies_are_one_call_where_the_driver_has_batches(symbols: tuple[str, ...]) -> None:
+    library = Library(*symbols)
+    seen: list[tuple[int, ...]] = []
+
+    def batch(dsts: int, srcs: int, sizes: int, count: int, attributes: Any, first: Any, num: int, *tail: Any) -> None:
+        arrays = [np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(at)) for at in (dsts, srcs, sizes)]
+        seen.extend(tuple(copy) for copy in np.stack(arrays, axis=1).tolist())
+        given = attributes.contents
+        assert (given.source_access_order, given.flags, ctypes.sizeof(given)) == (1, 0, 24)
+        assert (first[0], num, tail[-1], len(tail)) == (0, 1, 78, BATCHES[symbols[0]] - 7)
+
+    library.answers |= dict.fromkeys(symbols, batch)
+    library.answers["cuMemcpyAsync"] = lambda dst, src, num_bytes, stream: seen.append((dst, src, num_bytes))
+    device = CudaDevice(0, library)
+    expected = [(2**40, 2**41, 7), (2**40 + 7, 5, 2**33)]
+    rows = np.array(expected, np.int64)
+    device.copy_many(rows[:, 0], rows[:, 1], rows[:, 2], 78)  # columns of a table do not lie together
+    assert seen == expected
+    device.copy_many(rows[:0, 0], rows[:0, 1], rows[:0, 2], 78)
+    copies = [call for call in library.calls if call.startswith("cuMemcpy")]
+    assert copies == [symbols[0]] if symbols else copies == ["cuMemcpyAsync"] * 2
+
+
+def test_a_batch_that_fails_is_told_and_one_that_cannot_be_is_done_one_by_one() -> None:
+    library = Library("cuMemcpyBatchAsync_v2")
+    device, ones = CudaDevice(0, library), np.ones(2, np.int64)
+    library.answers["cuMemcpyBatchAsync_v2"] = 700
+    with pytest.raises(PullFailed, match="cuMemcpyBatchAsync_v2: an illegal memory access"):
+        device.copy_many(ones, ones, ones, 78)
+    library.answers["cuMemcpyBatchAsync_v2"] = 801
+    device.copy_many(ones, ones, ones, 78)
+    device.copy_many(ones, ones, ones, 78)
+    assert [call for call in library.calls if call.startswith("cuMemcpy")] == [
+        *["cuMemcpyBatchAsync_v2"] * 2,
+        *["cuMemcpyAsync"] * 4,
+    ]
 
 
 def test_a_handle_is_64_bytes_passed_by_value(library: Library) -> None:

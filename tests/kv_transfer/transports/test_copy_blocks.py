@@ -8,24 +8,34 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jit import loops_compile
+from kv_transfer.block_span import BlockSpan
 from kv_transfer.transports import copy_blocks as module
 
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.parametrize("block_bytes", [8, 12])
-def test_rows_go_where_they_are_sent_and_nowhere_else(block_bytes: int) -> None:
-    source = np.random.default_rng(0).integers(0, 256, (6, block_bytes), np.uint8)
-    destination = np.zeros((5, block_bytes), np.uint8)
-    module.copy_blocks(destination, source, np.array([4, 1, 2]), np.array([0, 5, 5]))
-    assert np.array_equal(destination, np.stack([0 * source[0], source[5], source[5], 0 * source[0], source[0]]))
+SPANS = [(8, 8, BlockSpan(0, 0, 8)), (12, 12, BlockSpan(0, 0, 12)), (32, 16, BlockSpan(24, 8, 8))]
+SPANS += [(32, 16, BlockSpan(7, 3, 11)), (32, 17, BlockSpan(24, 8, 8)), (31, 16, BlockSpan(16, 0, 8))]
+
+
+@pytest.mark.parametrize(("src_bytes", "dst_bytes", "span"), SPANS)
+def test_rows_go_where_they_are_sent_and_nowhere_else(src_bytes: int, dst_bytes: int, span: BlockSpan) -> None:
+    source = np.random.default_rng(0).integers(0, 256, (6, src_bytes), np.uint8)
+    destination, expected = np.zeros((2, 5, dst_bytes), np.uint8)
+    dst, src = np.array([4, 1, 2]), np.array([0, 5, 5])
+    module.copy_blocks(destination, source, dst, src, span)
+    part = source[src, span.src_offset : span.src_offset + span.length]
+    expected[dst, span.dst_offset : span.dst_offset + span.length] = part
+    assert np.array_equal(destination, expected)
 
 
 COPY_ONE = """
 import numpy as np
+from kv_transfer.block_span import BlockSpan
 from kv_transfer.transports.copy_blocks import copy_blocks
 destination, source = np.zeros((2, 4), np.uint8), np.ones((1, 4), np.uint8)
-copy_blocks(destination, source, np.array([1]), np.array([0]))
+copy_blocks(destination, source, np.array([1]), np.array([0]), BlockSpan(0, 0, 4))
 print(destination.sum(axis=1).tolist())
 """
 
@@ -45,8 +55,14 @@ def test_damaged_machine_code_is_compiled_again(tmp_path: Path) -> None:
 
 
 def test_without_a_compiler_rows_are_copied_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "numba", None)
-    monkeypatch.setattr(module, "_compiled", module._compiled.__wrapped__)
-    assert module._compiled() is module._copy_whole_rows
-    test_rows_go_where_they_are_sent_and_nowhere_else(8)
-    test_rows_go_where_they_are_sent_and_nowhere_else(12)
+    monkeypatch.setattr(loops_compile, "_HAS_NUMBA", False)
+    without = loops_compile.compiled_loop(module.SOURCES, nogil=True, uncompiled=module._by_numpy)(module._copy_rows)
+    assert without is module._by_numpy
+    monkeypatch.setattr(module, "_copy_rows", without)
+    for src_bytes, dst_bytes, span in SPANS:
+        test_rows_go_where_they_are_sent_and_nowhere_else(src_bytes, dst_bytes, span)
+
+
+def test_the_copy_runs_without_the_interpreter_lock() -> None:
+    pytest.importorskip("numba")
+    assert module._copy_rows.compiled.targetoptions["nogil"]  # type: ignore[attr-defined]

@@ -21,8 +21,10 @@ NUM_BLOCKS, BLOCK_BYTES = 32, 4096
 class Puller:
     """A transport into a cache in this process's own GPU memory."""
 
-    def __init__(self, name: str, block_bytes: int = BLOCK_BYTES, *, gathers: bool = False) -> None:
-        self.device = FakeDevice(f"{name}-here")
+    def __init__(
+        self, name: str, block_bytes: int = BLOCK_BYTES, *, gathers: bool = False, has_batches: bool = True
+    ) -> None:
+        self.device = FakeDevice(f"{name}-here", has_batches=has_batches)
         self.pointer = self.device.allocate(NUM_BLOCKS * block_bytes)
         self.cache = self.device.tensor(self.pointer, NUM_BLOCKS, block_bytes)
         self.ends = Ends()
@@ -59,18 +61,21 @@ def puller(name: str) -> Iterator[Puller]:
     puller.close()
 
 
-def test_bytes_and_words_of_another_process(exporter: Exporter, puller: Puller) -> None:
+@pytest.mark.parametrize("has_batches", [True, False])
+def test_bytes_and_words_of_another_process(exporter: Exporter, name: str, has_batches: bool) -> None:
+    puller = Puller(name, has_batches=has_batches)
     peer = puller.transport.connect(exporter.endpoint)
     source, destination = [3, 4, 5, 9, 8, 20], [10, 11, 12, 1, 2, 3]
-    num_before = puller.device.num_copies
+    num_before, num_calls = puller.device.num_copies, puller.device.num_copy_calls
     assert puller.ends.of(peer.pull(source, destination)) == ""
     expected = np.zeros_like(puller.cache)
     expected[destination] = content(NUM_BLOCKS, BLOCK_BYTES)[source]
     assert np.array_equal(puller.cache, expected)
     assert puller.device.num_copies - num_before == 4  # one for each run
+    assert puller.device.num_copy_calls - num_calls == (1 if has_batches else 4)
     exporter.ask(f"write 3 {1 << 32 | 7}")
     assert (peer.read_word(3), peer.read_word(0)) == (1 << 32 | 7, 0)
-    peer.close()
+    puller.close()
 
 
 def test_an_empty_pull_ends_at_once(exporter: Exporter, puller: Puller) -> None:

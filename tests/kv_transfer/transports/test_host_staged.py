@@ -17,12 +17,14 @@ from kv_transfer.transports.staging.channel import MAX_PIECES
 from kv_transfer.transports.staging.client import StagingClient, cut
 from protocol.errors import PullFailed
 from tests.hang import HANG_S
-from tests.kv_transfer.exporter import NUM_PEERS
+from tests.kv_transfer.exporter import BUFFER_BYTES, NUM_PEERS
 from tests.kv_transfer.processes import Ends, Exporter, content, unused_name
 
 NUM_BLOCKS, BLOCK_BYTES = 32, 3000
 """BLOCK_BYTES and the bytes of a buffer do not divide each other: blocks are cut at the edges of buffers."""
 NUM_CHANNELS = 2 * NUM_PEERS
+NUM_CALLS_BEFORE = 2
+"""The exporter's copies before the first pull: the nonce into its pool, and out of it for the peer."""
 
 
 class Puller:
@@ -90,15 +92,22 @@ def test_bytes_and_words_of_another_process(exporter: Exporter, puller: Puller) 
 
 
 def test_a_pull_is_cut_into_buffers(name: str) -> None:
-    ids = np.array([5, 6, 9], np.int64), np.array([1, 2, 3], np.int64)
-    pull = Pull(*ids, lambda pull: "")
-    assert cut(pull, 30, 40) == [[(150, 30, 40)], [(190, 70, 20), (270, 90, 20)], [(290, 110, 10)]]
-    scattered = np.arange(0, 4 * MAX_PIECES, 2)
-    assert [len(part) for part in cut(Pull(scattered, scattered, lambda pull: ""), 1, 10**6)] == [
-        MAX_PIECES,
-        MAX_PIECES,
-    ]
-    assert cut(Pull(ids[0][:0], ids[1][:0], lambda pull: ""), 30, 40) == []
+    copies = np.array([(150, 30, 60), (270, 90, 30)])
+    parts = [part.tolist() for part in cut(copies, 40)]
+    assert parts == [[[150, 30, 40]], [[190, 70, 20], [270, 90, 20]], [[290, 110, 10]]]
+    assert [len(part) for part in cut(np.ones((2 * MAX_PIECES, 3), np.int64), 10**6)] == [MAX_PIECES, MAX_PIECES]
+    assert cut(copies[:0], 40) == []
+
+
+def test_a_buffer_is_one_call(exporter: Exporter, puller: Puller) -> None:
+    peer = puller.connect(exporter)
+    num_copies, num_calls = puller.device.num_copies, puller.device.num_copy_calls
+    scattered = list(range(0, NUM_BLOCKS, 2))
+    assert puller.ends.of(peer.pull(scattered, scattered)) == ""
+    num_buffers = -(-len(scattered) * BLOCK_BYTES // BUFFER_BYTES)
+    assert puller.device.num_copy_calls - num_calls == num_buffers
+    assert puller.device.num_copies - num_copies > num_buffers
+    assert int(exporter.ask("num_copy_calls")) == num_buffers + NUM_CALLS_BEFORE
 
 
 def test_two_peers_at_once_and_no_third(exporter: Exporter, name: str) -> None:
@@ -219,9 +228,11 @@ def test_orders_outside_the_cache_are_refused(exporter: Exporter, puller: Puller
         ((-1, 4), "do not lie in the cache"),
         ((NUM_BLOCKS * BLOCK_BYTES, 17), "do not lie"),
         ((0, 4097), "4096 bytes"),
+        ((2**62, 2**62), "do not lie"),
+        ((2**63 - 1, 1), "do not lie"),
     ]:
         number = channel.num_ordered
-        channel.order([piece])
+        channel.order(np.array([piece]))
         client._await(number)
         assert reason in channel.error(number)
     assert puller.ends.of(peer.pull([1], [1])) == ""

@@ -1,7 +1,8 @@
 """A transport inside one process, for the simulator and tests: every pull moves when its driver says so, block by
-block.
+block, and a peer opens when its driver says so.
 
-So a pull can fail, stop half way, or end after its lease died and its blocks were reused.
+So a pull can fail, stop half way, or end after its lease died and its blocks were reused; a peer can open after nobody
+wants it any more, or never.
 """
 
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 from kv_transfer.layout import Blocks
 from kv_transfer.lease import Words
 from kv_transfer.transport import Endpoint, Notify
-from protocol.errors import LayoutMismatch, PullFailed
+from protocol.errors import LayoutMismatch, PullFailed, TransferError
 
 KIND = "local"
 
@@ -26,12 +27,14 @@ class Exported:
 @dataclass(slots=True)
 class LocalNetwork:
     """Who can be reached: the driver puts exporters in and out. `pulls` are those under way, in the order in which they
-    started. `peers` are those that are connected; while there is one, its exporter's memory stays allocated.
+    started. `peers` are those that are connected and `connections` those that are being opened; while there is one, its
+    exporter's memory stays allocated.
     """
 
     exported: dict[Endpoint, Exported] = field(default_factory=dict)
     pulls: list["LocalPull"] = field(default_factory=list)
     peers: list["LocalPeer"] = field(default_factory=list)
+    connections: list["LocalConnection"] = field(default_factory=list)
 
     def export(self, endpoint: Endpoint, cache: Blocks, words: Words) -> None:
         self.exported[endpoint] = Exported(cache, words)
@@ -41,7 +44,8 @@ class LocalNetwork:
         del self.exported[endpoint]
 
     def is_mapped(self, endpoint: Endpoint) -> bool:
-        return any(peer.endpoint == endpoint for peer in self.peers)
+        holders: list[LocalPeer | LocalConnection] = [*self.peers, *self.connections]
+        return any(holder.endpoint == endpoint for holder in holders)
 
 
 class LocalPull:
@@ -122,7 +126,8 @@ class LocalPeer:
         return int(self._exported.words[index])
 
     def close(self) -> None:
-        self._network.peers.remove(self)
+        if self in self._network.peers:
+            self._network.peers.remove(self)
 
 
 class LocalTransport:
@@ -140,15 +145,75 @@ class LocalTransport:
         *,
         immediate: bool = False,
     ) -> None:
-        self._network, self._cache, self._notify, self._immediate = network, cache, notify, immediate
+        self._network, self.cache, self._notify, self._immediate = network, cache, notify, immediate
 
     def connect(self, endpoint: Endpoint) -> LocalPeer:
         exported = self._network.exported.get(endpoint)
         if exported is None:
             raise PullFailed(f"endpoint {endpoint!r} is gone")
-        if exported.cache.shape[1] != self._cache.shape[1]:
-            raise LayoutMismatch(f"blocks there have {exported.cache.shape[1]} bytes, here {self._cache.shape[1]}")
-        return LocalPeer(self._network, endpoint, self._cache, self._notify, self._immediate)
+        if exported.cache.shape[1] != self.cache.shape[1]:
+            raise LayoutMismatch(f"blocks there have {exported.cache.shape[1]} bytes, here {self.cache.shape[1]}")
+        return LocalPeer(self._network, endpoint, self.cache, self._notify, self._immediate)
+
+    def close(self) -> None:
+        pass
+
+
+class LocalConnection:
+    """A peer that opens when the driver calls `advance`; `fail` ends the attempt."""
+
+    def __init__(self, network: LocalNetwork, transport: LocalTransport, endpoint: Endpoint, notify: Notify) -> None:
+        self.endpoint, self.cache = endpoint, transport.cache
+        self._network, self._transport, self._notify = network, transport, notify
+        self._peer: LocalPeer | None = None
+        self._error: TransferError | None = None
+        self.done = self.let_go = False
+        network.connections.append(self)
+
+    def poll(self) -> bool:
+        return self.done
+
+    def peer(self) -> LocalPeer:
+        if self._peer is None:
+            raise self._error or PullFailed("the peer is not open")
+        return self._peer
+
+    def close(self) -> None:
+        self.let_go = True
+        if self._peer is not None:
+            self._peer.close()
+
+    def advance(self) -> None:
+        """Opens the peer. One that was let go of meanwhile is closed at once."""
+        try:
+            self._peer = self._transport.connect(self.endpoint)
+        except TransferError as error:
+            self._error = error
+        self._end()
+
+    def fail(self, error: str) -> None:
+        self._error = PullFailed(error)
+        self._end()
+
+    def _end(self) -> None:
+        self.done = True
+        self._network.connections.remove(self)
+        if self.let_go:
+            self.close()
+        self._notify()
+
+
+class LocalConnector:
+    """What a service is given of a LocalTransport."""
+
+    name = KIND
+
+    def __init__(self, network: LocalNetwork, cache: Blocks, notify: Notify = lambda: None) -> None:
+        self._network, self._notify = network, notify
+        self._transport = LocalTransport(network, cache, notify)
+
+    def connect(self, endpoint: Endpoint) -> LocalConnection:
+        return LocalConnection(self._network, self._transport, endpoint, self._notify)
 
     def close(self) -> None:
         pass

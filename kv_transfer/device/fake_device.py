@@ -100,6 +100,7 @@ class FakeDevice:
         self._name, self._peers = name, peers
         self._num_copies_left: int | None = None
         self._lock = threading.Lock()
+        self._bound = threading.local()
         self._numbers = count(1)
         self._owned: dict[int, SharedSegment] = {}
         self._opened: dict[int, tuple[SharedSegment, int]] = {}
@@ -117,6 +118,14 @@ class FakeDevice:
     def resume(self) -> None:
         with self._lock:
             self._num_copies_left = None
+
+    def bind(self) -> None:
+        self._bound.done = True
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether it is current in the calling thread, as a library must find it that calls a driver by itself."""
+        return getattr(self._bound, "done", False)
 
     def allocate(self, num_bytes: int) -> int:
         segment = SharedSegment.create(

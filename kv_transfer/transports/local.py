@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from kv_transfer.layout import Blocks
 from kv_transfer.lease import Words
 from kv_transfer.transport import Endpoint, Notify
-from protocol.errors import LayoutMismatch, PullFailed, TransferError
+from protocol.errors import LayoutMismatch, ProtocolError, PullFailed, TransferError
 
 KIND = "local"
 
@@ -27,7 +27,7 @@ class Exported:
 @dataclass(slots=True)
 class LocalNetwork:
     """Who can be reached: the driver puts exporters in and out. `pulls` are those under way, in the order in which they
-    started. `peers` are those that are connected and `connections` those that are being opened; while there is one, its
+    started. `connections` are those that are not terminal. `peers` are those that are mapped; while there is one, its
     exporter's memory stays allocated.
     """
 
@@ -44,8 +44,7 @@ class LocalNetwork:
         del self.exported[endpoint]
 
     def is_mapped(self, endpoint: Endpoint) -> bool:
-        holders: list[LocalPeer | LocalConnection] = [*self.peers, *self.connections]
-        return any(holder.endpoint == endpoint for holder in holders)
+        return any(peer.endpoint == endpoint for peer in self.peers)
 
 
 class LocalPull:
@@ -116,6 +115,7 @@ class LocalPeer:
         network.peers.append(self)
 
     def pull(self, src_blocks: Sequence[int], dst_blocks: Sequence[int]) -> LocalPull:
+        self._check_open()
         pairs = list(zip(src_blocks, dst_blocks, strict=True))
         pull = LocalPull(self._network, self._exported.cache, self.cache, pairs, self._notify)
         if self._immediate:
@@ -123,11 +123,17 @@ class LocalPeer:
         return pull
 
     def read_word(self, index: int) -> int:
+        self._check_open()
         return int(self._exported.words[index])
 
     def close(self) -> None:
         if self in self._network.peers:
             self._network.peers.remove(self)
+
+    def _check_open(self) -> None:
+        """Elsewhere the memory would not be mapped any more."""
+        if self not in self._network.peers:
+            raise ProtocolError(f"{self.endpoint!r} is read after it was let go of")
 
 
 class LocalTransport:
@@ -160,14 +166,18 @@ class LocalTransport:
 
 
 class LocalConnection:
-    """A peer that opens when the driver calls `advance`; `fail` ends the attempt."""
+    """A peer that is mapped at once and open when the driver calls `advance`; `fail` ends the attempt."""
 
     def __init__(self, network: LocalNetwork, transport: LocalTransport, endpoint: Endpoint, notify: Notify) -> None:
-        self.endpoint, self.cache = endpoint, transport.cache
-        self._network, self._transport, self._notify = network, transport, notify
+        self.cache = transport.cache
+        self._network, self._notify = network, notify
         self._peer: LocalPeer | None = None
         self._error: TransferError | None = None
         self.done = self.let_go = False
+        try:
+            self._peer = transport.connect(endpoint)
+        except TransferError as error:
+            self._error = error
         network.connections.append(self)
 
     def poll(self) -> bool:
@@ -180,27 +190,22 @@ class LocalConnection:
 
     def close(self) -> None:
         self.let_go = True
-        if self._peer is not None:
+        if self.done and self._peer is not None:
             self._peer.close()
 
     def advance(self) -> None:
-        """Opens the peer. One that was let go of meanwhile is closed at once."""
-        try:
-            self._peer = self._transport.connect(self.endpoint)
-        except TransferError as error:
-            self._error = error
-        self._end()
-
-    def fail(self, error: str) -> None:
-        self._error = PullFailed(error)
-        self._end()
-
-    def _end(self) -> None:
+        """The connection is terminal now. A peer that was let go of meanwhile is closed at once."""
         self.done = True
         self._network.connections.remove(self)
         if self.let_go:
             self.close()
         self._notify()
+
+    def fail(self, error: str) -> None:
+        if self._peer is not None:
+            self._peer.close()
+        self._peer, self._error = None, PullFailed(error)
+        self.advance()
 
 
 class LocalConnector:

@@ -29,6 +29,7 @@ from engine.runner import Runner
 from engine.runners import arithmetic_model
 from engine.runners.arithmetic import ArithmeticRunner
 from engine.scheduler.proposer import NGramProposer
+from kv_transfer.connecting import ThreadConnector
 from kv_transfer.device.device import Device, KVCache
 from kv_transfer.exports import Export
 from kv_transfer.layout import KVLayout
@@ -79,10 +80,14 @@ def build_decode(config: ClusterConfig, address: Address, send: Send, prefix: st
     blocks, make_runner = _prepare(config, pool, served, resources)
     cache = make_cache(config, pool, blocks, served.layout(pool))
     loops: list[EngineLoop] = []
-    transport = choose(config.transfer, cache, lambda: loops[0].wake())
-    resources.callback(transport.close)
+
+    def wake() -> None:
+        loops[0].wake()
+
+    connector = ThreadConnector(choose(config.transfer, cache, wake), wake)
+    resources.callback(connector.close)
     engine = _assemble(config, "decode", served, blocks, address)
-    service = DecodeService(engine, transport=transport, config=config.transfer, cache=cache)
+    service = DecodeService(engine, transport=connector, config=config.transfer, cache=cache)
     loops.append(engine.loop(service, make_runner(cache.tensor, num_host_blocks(pool, served)), send))
     return loops[0]
 

@@ -1,11 +1,13 @@
-"""Pulls under way, and the peers that they read. A pull's destination stays reserved until the pull is terminal."""
+"""Pulls under way, and connections to the peers that they read. A pull's destination stays reserved until the pull is
+terminal.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
 from kv_transfer.checksum import Checksum
-from kv_transfer.transport import Endpoint, Peer, Pending, Transport
+from kv_transfer.transport import Connection, Connector, Endpoint, Pending
 from protocol.clock import Clock
 from protocol.errors import ChecksumMismatch, LeaseLost, PullFailed, TransferError
 from protocol.messages import Address, RequestKey
@@ -14,7 +16,7 @@ from protocol.messages import Address, RequestKey
 @dataclass(slots=True)
 class _Pull:
     pending: Pending
-    peer: Peer
+    connection: Connection
     source: Address
     lease_index: int
     lease_id: int
@@ -35,18 +37,20 @@ class PullEnd:
 
 
 class Pulls:
-    """Each request has at most one pull. The verbs are `start`, `ended` and `cancel`; `connect` opens peers, and
-    `disconnect` lets go of them.
+    """Each request has at most one pull. The verbs are `start`, `ended` and `cancel`; those of peers are `connect`,
+    `connected` and `disconnect`. None of them waits for a peer.
     """
 
-    def __init__(self, transport: Transport, clock: Clock, checksum: Checksum | None) -> None:
-        self._transport = transport
+    def __init__(self, connector: Connector, clock: Clock, checksum: Checksum | None) -> None:
+        self._connector = connector
         self._clock = clock
         self._checksum = checksum
         """Checksums of blocks here; None where bytes are believed."""
-        self._peers: dict[Address, Peer] = {}
-        self._retired: list[Peer] = []
-        """Peers of prefill replicas that are replaced or dead; each is closed when no pull reads it any more."""
+        self._opening: dict[Address, Connection] = {}
+        self._open: dict[Address, Connection] = {}
+        self._retired: list[Connection] = []
+        """Open ones to prefill replicas that are replaced or dead; each is closed when no pull reads from it any more.
+        """
         self._running: dict[RequestKey, _Pull] = {}
 
     def __len__(self) -> int:
@@ -56,21 +60,45 @@ class Pulls:
         return key in self._running
 
     def connect(self, address: Address, endpoint: Endpoint) -> None:
-        """Opens a prefill replica's cache in the place of its older epochs. Raises TransferError; pulls from it then
-        fail at their start.
+        """Begins to open a prefill replica's cache, in the place of its older epochs and of an earlier connection.
+        Pulls from it may start once `connected` has said so.
         """
-        self._retire([old for old in self._peers if old.replica_id == address.replica_id])
-        self._peers[address] = self._transport.connect(endpoint)
+        self._retire([old for old in (*self._open, *self._opening) if old.replica_id == address.replica_id])
+        self._opening[address] = self._connector.connect(endpoint)
+
+    def connected(self) -> list[tuple[Address, TransferError | None]]:
+        """Returns the replicas whose connections have become terminal since the last call, each with its error. Pulls
+        from a replica that could not be opened fail at their start.
+        """
+        ends: list[tuple[Address, TransferError | None]] = []
+        for address in [address for address, connection in self._opening.items() if connection.poll()]:
+            connection = self._opening.pop(address)
+            try:
+                connection.peer()
+            except TransferError as error:
+                ends.append((address, error))
+            else:
+                self._open[address] = connection
+                ends.append((address, None))
+        return ends
+
+    def is_opening(self, address: Address) -> bool:
+        """True while it is not known yet whether pulls from a replica can start."""
+        return address in self._opening
 
     def disconnect(self, address: Address | None = None) -> None:
         """A prefill replica (None: every one) is dead or unknown: its pulls are cancelled, and its cache is unmapped
-        when the last of them is terminal. No-op for one that is not open.
+        when the last of them is terminal, or its connection. No-op for one that is not known.
         """
-        gone = [peer for peer in self._peers if address is None or peer == address]
         for pull in self._running.values():
             if address is None or pull.source == address:
                 pull.pending.cancel()
-        self._retire(gone)
+        self._retire([known for known in (*self._open, *self._opening) if address is None or known == address])
+
+    def give_up(self, address: Address) -> TransferError:
+        """A replica that is still being opened counts as one that could not be opened. Returns the error."""
+        self._opening.pop(address).close()
+        return PullFailed("opening it takes too long")
 
     def start(
         self,
@@ -86,11 +114,13 @@ class Pulls:
         """Starts copying `src_blocks[i]` of `source`, with `checksums[i]`, to `dst_blocks[i]` here. Raises
         TransferError if it cannot.
         """
-        peer = self._peers.get(source)
-        if peer is None:
+        connection = self._open.get(source)
+        if connection is None:
             raise PullFailed(f"the cache of {source.replica_id} epoch {source.epoch} is not open")
-        pending = peer.pull(src_blocks, dst_blocks)
-        self._running[key] = _Pull(pending, peer, source, lease_index, lease_id, dst_blocks, checksums, self._clock())
+        pending = connection.peer().pull(src_blocks, dst_blocks)
+        self._running[key] = _Pull(
+            pending, connection, source, lease_index, lease_id, dst_blocks, checksums, self._clock()
+        )
 
     def ended(self) -> list[PullEnd]:
         """Returns pulls that have become terminal since the last call, each once, with their verdict.
@@ -114,7 +144,7 @@ class Pulls:
     def _verdict(self, pull: _Pull) -> TransferError | None:
         if pull.pending.error:
             return PullFailed(pull.pending.error)
-        if pull.peer.read_word(pull.lease_index) != pull.lease_id:
+        if pull.connection.peer().read_word(pull.lease_index) != pull.lease_id:
             return LeaseLost(f"lease {pull.lease_id:#x} of {pull.source.replica_id} ended before the pull did")
         if self._checksum is not None and (found := self._checksum(pull.dst_blocks)) != tuple(pull.checksums):
             wrong = sum(mine != theirs for mine, theirs in zip_longest(found, pull.checksums))
@@ -122,12 +152,13 @@ class Pulls:
         return None
 
     def _retire(self, addresses: list[Address]) -> None:
-        self._retired += [self._peers.pop(address) for address in addresses]
+        for connections in (self._opening, self._open):
+            self._retired += [connections.pop(address) for address in addresses if address in connections]
         self._close_retired()
 
     def _close_retired(self) -> None:
-        used = [pull.peer for pull in self._running.values()]
-        for peer in self._retired:
-            if peer not in used:
-                peer.close()
-        self._retired = [peer for peer in self._retired if peer in used]
+        used = [pull.connection for pull in self._running.values()]
+        for connection in self._retired:
+            if connection not in used:
+                connection.close()
+        self._retired = [connection for connection in self._retired if connection in used]

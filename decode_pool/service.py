@@ -3,7 +3,8 @@
  1. `EngineRequest`, role decode: waits without blocks for an offer                     WAITING
     (a handoff that comes first is kept, without blocks)                                EARLY
  2. offered, and its turn in the scheduler's queue: the whole destination is reserved   RESERVED
- 3. pulls what it lacks; after each pull reads the lease word, then the blocks count    RESERVED
+ 3. pulls what it lacks, once the peer's cache is open; after each pull reads the
+    lease word, then the blocks count                                                   RESERVED
  4. final and all there: `KVRelease(consumed)`, joins the batch                         RUNNING
  5. one row of `StepTokens` per step; the first repeats the prefill engine's token      RUNNING
  6. ended while a pull still writes: the destination stays ours until that is terminal  DRAINING
@@ -30,7 +31,7 @@ from kv_transfer.checksum import checksum_of
 from kv_transfer.config import TransferConfig
 from kv_transfer.device.device import KVCache
 from kv_transfer.state import DECODE_TABLE, DECODE_TIMERS, DecodeEvent, DecodeState, DecodeTimer, advance
-from kv_transfer.transport import Transport
+from kv_transfer.transport import Connector
 from protocol.errors import ChecksumMismatch, InvalidRequest, LeaseLost, ProtocolError, TransferError
 from protocol.log import about, label
 from protocol.messages import (
@@ -102,7 +103,7 @@ class DecodeService:
     what is in the outbox.
     """
 
-    def __init__(self, engine: EngineParts, *, transport: Transport, config: TransferConfig, cache: KVCache) -> None:
+    def __init__(self, engine: EngineParts, *, transport: Connector, config: TransferConfig, cache: KVCache) -> None:
         """`transport` pulls into `cache`."""
         self.address = engine.address
         self.outbox: list[tuple[Address, Message]] = []
@@ -153,10 +154,15 @@ class DecodeService:
         self._link.handle(envelope)
 
     def tick(self) -> None:
-        """Looks at ended pulls, timers, the router's silence and the drain deadline, and sends the status when it is
-        due.
+        """Looks at peers that have opened or failed to, ended pulls, timers, the router's silence and the drain
+        deadline, and sends the status when it is due.
         """
         now = self._clock()
+        if connected := self._pulls.connected():
+            for peer, error in connected:
+                if error is not None:
+                    self._not_opened(peer, error)
+            self._pull_waiting()
         for end in self._pulls.ended():
             self._on_pull_end(self._entries[end.key], end)
         if due := self.timers.due(now):
@@ -165,7 +171,8 @@ class DecodeService:
 
     def _fire(self, due: list[tuple[DecodeTimer, RequestKey]], now: float) -> None:
         """Does what timers say whose time has come. Renewals go out in one message to each prefill engine. A pull that
-        does not end is asked to again and again: what it writes into is free only when it has ended.
+        does not end is asked to again and again: what it writes into is free only when it has ended. A peer for which a
+        pull has waited as long counts as one that cannot be opened.
         """
         renewals: dict[Address, list[tuple[RequestKey, int]]] = {}
         for kind, key in due:
@@ -176,9 +183,12 @@ class DecodeService:
             if kind == "renew" and entry.source is not None and entry.handoff is not None:
                 renewals.setdefault(entry.source, []).append((key, entry.handoff.lease_id))
                 self.timers.set(("renew", key), now + self._config.lease_s / 3)
-            elif kind == "pull":
+            elif kind == "pull" and key in self._pulls:
                 self._pulls.cancel(key)
                 self.timers.set(("pull", key), now + self._config.pull_timeout_s)
+            elif kind == "pull" and entry.source is not None:
+                self._not_opened(entry.source, self._pulls.give_up(entry.source))
+                self._pull_waiting()
             elif kind == "early":
                 self._forget(entry, DecodeEvent.EARLY_TIMER)
             elif kind == "deadline":
@@ -389,20 +399,19 @@ class DecodeService:
             self._leave(entry, DecodeEvent.REVOKE, None, revoke.reason)
 
     def _on_peer_up(self, envelope: Envelope) -> None:
-        """Opens a prefill replica's cache. A cache that cannot be opened has no mapping: attempts that need it fail and
-        say so.
-        """
+        """Begins to open a prefill replica's cache. What waited for an earlier epoch of it fails."""
         message = cast(PeerUp, envelope.message)
-        try:
-            self._pulls.connect(message.peer, message.endpoint)
-        except TransferError as error:
-            log.warning(
-                "the cache of a peer cannot be opened", extra={"peer": label(message.peer), "error": str(error)}
-            )
-            self.counters["pull_failures"] += 1
+        self._pulls.connect(message.peer, message.endpoint)
+        self._pull_waiting()
 
     def _on_peer_down(self, envelope: Envelope) -> None:
         self._pulls.disconnect(cast(PeerDown, envelope.message).peer)
+        self._pull_waiting()
+
+    def _not_opened(self, peer: Address, error: TransferError) -> None:
+        """A cache that cannot be opened has no mapping: attempts that need it fail at their next pull and say so."""
+        log.warning("the cache of a peer cannot be opened", extra={"peer": label(peer), "error": str(error)})
+        self.counters["pull_failures"] += 1
 
     def _on_router_status(self, envelope: Envelope) -> None:
         message = cast(RouterStatus, envelope.message)
@@ -412,7 +421,7 @@ class DecodeService:
 
     def _pull_more(self, entry: Decode) -> None:
         """Starts the next pull if more is ready than verified and none is under way; queues the request when nothing is
-        missing.
+        missing. While the peer's cache is still being opened the pull waits, no longer than it may take itself.
         """
         handoff, block_ids = entry.handoff, entry.block_ids
         if entry.key in self._pulls or handoff is None or block_ids is None or entry.source is None:
@@ -420,6 +429,10 @@ class DecodeService:
         if handoff.num_ready_tokens <= entry.num_verified_tokens:
             if handoff.final:
                 self._arrive(entry, handoff)
+            return
+        if self._pulls.is_opening(entry.source):
+            if ("pull", entry.key) not in self.timers:
+                self.timers.set(("pull", entry.key), self._clock() + self._config.pull_timeout_s)
             return
         first = entry.num_verified_tokens // self._hello.block_size
         end = -(-handoff.num_ready_tokens // self._hello.block_size)
@@ -441,6 +454,12 @@ class DecodeService:
         entry.num_bytes += (end - first) * self._block_bytes
         self.timers.set(("pull", entry.key), self._clock() + self._config.pull_timeout_s)
         self.counters["pulls"] += 1
+
+    def _pull_waiting(self) -> None:
+        """A peer has opened, failed to open or is gone: pulls that waited for it start, or fail at their start."""
+        for entry in list(self._entries.values()):
+            if entry.state is DecodeState.RESERVED:
+                self._pull_more(entry)
 
     def _on_pull_end(self, entry: Decode, end: PullEnd) -> None:
         """A pull is terminal: its blocks count if the lease was live after the last byte, else the attempt fails."""

@@ -19,7 +19,7 @@ class TransferConfig:
     checksum: bool = False
     """The bytes of pulled blocks are compared, too: each side reads them once more. A mismatch fails the attempt."""
     pull_timeout_s: float = 30.0
-    """A pull that takes longer is asked to fail."""
+    """A pull that takes longer is asked to fail. A pull waits no longer for the peer's cache to open."""
     lease_s: float = 30.0
     """A finished prompt waits this long for its decode engine, renewals aside. A handoff without a request is forgotten
     after as long.

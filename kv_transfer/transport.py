@@ -3,7 +3,8 @@ here. A file in transports/ is a `TwoSided`.
 
 export(exported, resources) -> Endpoint     the prefill side makes its blocks and lease words readable
 import_into(cache, notify) -> Transport     the decode side: what it reaches all its peers with
-transport.connect(endpoint) -> Peer         opens one of them
+transport.connect(endpoint) -> Peer         opens one of them, which may take seconds
+connector.connect(endpoint) -> Connection   the same beside the caller, who polls it as it polls a pull
 peer.pull(src_blocks, dst_blocks, span) -> Pending
 peer.read_word(index) -> int                read after the last byte of a pull has arrived
 """
@@ -21,7 +22,7 @@ Endpoint = bytes
 """It is opaque to everyone but the same transport on the other side, and travels in `Hello` and `PeerUp`."""
 
 Notify = Callable[[], None]
-"""It is called from any thread whenever a pull is terminal."""
+"""It is called from any thread whenever a pull is terminal, or a connection."""
 
 
 class Pending(Protocol):
@@ -66,13 +67,49 @@ class Transport(Protocol):
     def name(self) -> str: ...
 
     def connect(self, endpoint: Endpoint, src_block_bytes: int | None = None) -> Peer:
-        """Opens a peer whose blocks have `src_block_bytes` bytes; None means as many as ours. Raises PullFailed when it
-        is gone, LayoutMismatch when its blocks have another size.
+        """Opens a peer whose blocks have `src_block_bytes` bytes; None means as many as ours. It may be called from any
+        thread, and waits for drivers and for the peer. Raises PullFailed when the peer is gone, LayoutMismatch when its
+        blocks have another size.
         """
         ...
 
     def close(self) -> None:
         """Ends what the transport runs and closes its peers. Pulls under way fail. The second time nothing happens."""
+        ...
+
+
+class Connection(Protocol):
+    """One peer that is being opened, and then is open or cannot be opened. Nothing here blocks."""
+
+    def poll(self) -> bool:
+        """True once the connection is terminal: the peer is open, or never will be."""
+        ...
+
+    def peer(self) -> Peer:
+        """Returns the open peer. Raises TransferError if it could not be opened. The connection must be terminal."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of the peer, from which no pull is under way. It is closed soon, by another thread than the caller's;
+        one that is still being opened is closed as soon as it is open. The second time nothing happens.
+        """
+        ...
+
+
+class Connector(Protocol):
+    """A transport for a thread that must not wait."""
+
+    @property
+    def name(self) -> str:
+        """The transport's."""
+        ...
+
+    def connect(self, endpoint: Endpoint) -> Connection:
+        """Begins to open a peer."""
+        ...
+
+    def close(self) -> None:
+        """Closes the transport and what was opened. Does not wait for ever for a peer that is still being opened."""
         ...
 
 

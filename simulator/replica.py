@@ -16,7 +16,7 @@ from engine.runners.arithmetic import ArithmeticRunner
 from engine.scheduler.scheduler import Proposer, Scheduler
 from kv_transfer.device.device import KVCache
 from kv_transfer.lease import LeaseTable, Words
-from kv_transfer.transports.local import LocalNetwork, LocalTransport
+from kv_transfer.transports.local import LocalConnector, LocalNetwork
 from prefill_pool.service import PrefillService
 from protocol.clock import Clock
 from protocol.delivery import Incoming, Outgoing
@@ -113,6 +113,6 @@ def _service(
     blocks, config = replica.cache.view(np.uint8), scenario.transfer
     cache = KVCache.in_host_memory(blocks)
     if replica.words is None:
-        return DecodeService(engine, transport=LocalTransport(network, blocks), config=config, cache=cache)
+        return DecodeService(engine, transport=LocalConnector(network, blocks), config=config, cache=cache)
     network.export(replica.endpoint, blocks, replica.words)
     return PrefillService(engine, leases=leases_of(replica, replica.words), config=config, cache=cache)

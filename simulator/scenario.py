@@ -44,6 +44,10 @@ class Faults:
     pull_failure: float = 0.0
     pull_stall: float = 0.0
     """A pull stops until it is asked to end."""
+    connect_failure: float = 0.0
+    """A peer cannot be opened."""
+    connect_stall: float = 0.0
+    """Opening a peer takes many seconds, whether somebody still wants it or not."""
     corruption: float = 0.0
     """A bit of a pulled block is flipped; only in runs with checksums."""
     early_timer: float = 0.0
@@ -73,6 +77,8 @@ ALL_FAULTS = Faults(
     duplicate=0.05,
     pull_failure=0.05,
     pull_stall=0.02,
+    connect_failure=0.01,
+    connect_stall=0.08,
     corruption=0.05,
     early_timer=0.02,
     dead_lease=0.04,
@@ -135,6 +141,8 @@ class Scenario:
     """How long a pull takes for one block."""
     copy_block_s: float
     """How long a copy of one block takes between cache and host memory, one way."""
+    connect_seconds: Callable[[], float] = lambda: 0.001
+    """How long it takes to open a peer."""
     horizon_s: float = HORIZON_S
     transfer: TransferConfig = TRANSFER
     num_channels: int = 1 << 20
@@ -205,6 +213,7 @@ def drawn(
         step_seconds=lambda batch: 0.002 + token_s * batch.num_tokens * draw.random(),
         wire_seconds=partial(_draw_wire, draw),
         block_seconds=partial(_draw_block, draw, faults),
+        connect_seconds=lambda: draw.choice([0.001, 0.001, 0.02, 1.0]) * draw.random(),
         copy_block_s=draw.choice([0.0001, 0.01]),
         transfer=replace(TRANSFER, checksum=draw.random() < 0.4, max_early_handoffs=draw.choice([1, 2, 1024])),
         num_channels=draw.choice([1, 2, 1024]),

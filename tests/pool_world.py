@@ -12,7 +12,7 @@ from engine.scheduler.scheduler import Proposer
 from kv_transfer.config import TransferConfig
 from kv_transfer.device.device import KVCache
 from kv_transfer.lease import LeaseTable
-from kv_transfer.transports.local import LocalNetwork, LocalTransport
+from kv_transfer.transports.local import LocalConnector, LocalNetwork
 from prefill_pool.service import PrefillService
 from protocol.clock import VirtualClock
 from protocol.messages import (
@@ -142,20 +142,29 @@ class DecodeWorld(World):
 
     service: DecodeService
 
-    def __init__(self, *, max_early_handoffs: int = 1024, checked: bool = False, **config: Any) -> None:
+    def __init__(
+        self, *, max_early_handoffs: int = 1024, checked: bool = False, connected: bool = True, **config: Any
+    ) -> None:
         super().__init__("decode", **config)
         self.source = np.zeros((64, BLOCK_SIZE), np.int64)
         self.network.export(b"p", self.source.view(np.uint8), self.words)
         blocks = self.cache.view(np.uint8)
         self.service = DecodeService(
             self.parts,
-            transport=LocalTransport(self.network, blocks),
+            transport=LocalConnector(self.network, blocks),
             config=TransferConfig(max_early_handoffs=max_early_handoffs, checksum=checked),
             cache=KVCache.in_host_memory(blocks),
         )
         self.hear_router()
         self.say(ROUTER, PeerUp(peer=P, endpoint=b"p"))
+        if connected:
+            self.finish_connections()
         self.sent()
+
+    def finish_connections(self) -> None:
+        for connection in list(self.network.connections):
+            connection.advance()
+        self.service.tick()
 
     def generate(self, num_prompt: int = 10, **changes: Any) -> None:
         self.say(ROUTER, self.request(num_prompt, role="decode", peer=P, **changes))

@@ -27,6 +27,7 @@ from engine.models.config import kv_layout_fields
 from engine.parts import assemble
 from engine.runners.paged_cache import block_bytes
 from kv_transfer.config import TransferConfig
+from kv_transfer.connecting import ThreadConnector
 from kv_transfer.device.device_pool import DevicePool
 from kv_transfer.layout import KVLayout
 from kv_transfer.lease import LeaseTable
@@ -205,9 +206,13 @@ def _build(engine: Engine, send: Callable[[Envelope], None], resources: ExitStac
         pool = DevicePool(device, bytes(NONCE_BYTES), num_blocks=NUM_BLOCKS, block_bytes=size)
         resources.callback(pool.close)
         parts, cache = parts_of(), pool.cache
-        transport = importing(engine.kind, setting, cache, lambda: loops[0].wake())
-        resources.callback(transport.close)
-        service = DecodeService(parts, transport=transport, config=TransferConfig(), cache=cache)
+
+        def wake() -> None:
+            loops[0].wake()
+
+        connector = ThreadConnector(importing(engine.kind, setting, cache, wake), wake)
+        resources.callback(connector.close)
+        service = DecodeService(parts, transport=connector, config=TransferConfig(), cache=cache)
     runner = gpu_runner(model, as_tensor(cache.tensor).view(-1), graph_sizes)
     loops.append(parts.loop(service, runner, send, on_failure=_end_process, strict=True))
     return loops[0]

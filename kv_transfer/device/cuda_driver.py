@@ -116,9 +116,15 @@ class CudaDevice:
             raise ConfigError(f"GPU {ordinal}: {error}") from error
         self.bus_id = name.value.decode().lower()
 
+    def bind(self) -> None:
+        """Binds each thread once: a process of ours computes on one device only."""
+        if not getattr(self._bound, "done", False):
+            self._check("cuCtxSetCurrent", self._context)
+            self._bound.done = True
+
     def allocate(self, num_bytes: int) -> int:
         pointer = c_uint64()
-        self._bind()
+        self.bind()
         code = self._library.cuMemAlloc_v2(byref(pointer), num_bytes)
         if code == _OUT_OF_MEMORY:
             raise CapacityError(f"GPU {self.ordinal}: {num_bytes} bytes for the KV cache are not free")
@@ -192,6 +198,7 @@ class CudaDevice:
     def gather(self, gather: Gather, src: Tensor, src_ids: Int64, dst: Tensor, dst_ids: Int64, stream: int) -> None:
         import torch
 
+        self.bind()  # a kernel's launcher takes the context that is current
         with torch.cuda.stream(torch.cuda.ExternalStream(stream, self.ordinal)):
             # Pinned, or the upload would wait for the stream. Both tensors are torch's to reuse only behind this
             # stream.
@@ -202,7 +209,7 @@ class CudaDevice:
         self._call("cuEventRecord", event, stream)
 
     def reached(self, event: int) -> bool:
-        self._bind()
+        self.bind()
         code = self._library.cuEventQuery(event)
         if code == _NOT_READY:
             return False
@@ -212,6 +219,7 @@ class CudaDevice:
     def tensor(self, pointer: int, num_blocks: int, block_bytes: int) -> Tensor:
         import torch
 
+        self.bind()
         torch.cuda.init()
         return foreign_tensor(pointer, num_blocks, block_bytes, CUDA, self.ordinal)
 
@@ -221,19 +229,13 @@ class CudaDevice:
         arrays = [np.ascontiguousarray(array) for array in (dsts, srcs, sizes)]
         addresses = [array.ctypes.data for array in arrays]
         tail = (stream,) if name == "cuMemcpyBatchAsync_v2" else (byref(refused), stream)
-        self._bind()
+        self.bind()
         code: int = getattr(self._library, name)(*addresses, len(sizes), byref(attributes), byref(first), 1, *tail)
         return code
 
     def _call(self, name: str, *arguments: Any) -> None:
-        self._bind()
+        self.bind()
         self._check(name, *arguments)
-
-    def _bind(self) -> None:
-        """Makes the context current in this thread, once: a process of ours computes on one device only."""
-        if not getattr(self._bound, "done", False):
-            self._check("cuCtxSetCurrent", self._context)
-            self._bound.done = True
 
     def _check(self, name: str, *arguments: Any) -> None:
         self._raise_if(name, getattr(self._library, name)(*arguments))

@@ -32,6 +32,10 @@ class Device(Protocol):
     bus_id: str
     """The PCI bus id is the same in every process, whatever devices a process is shown."""
 
+    def bind(self) -> None:
+        """Makes the device current in the calling thread, for a library that calls the driver by itself there."""
+        ...
+
     def allocate(self, num_bytes: int) -> int:
         """The memory is outside torch's caching allocator, so that it can be shared whole. Raises CapacityError."""
         ...
@@ -130,6 +134,11 @@ class KVCache:
     @property
     def num_bytes(self) -> int:
         return self.num_blocks * self.block_bytes
+
+    def bind(self) -> None:
+        """Does what `Device.bind` does; nothing where the cache lies in host memory."""
+        if self.device is not None:
+            self.device.bind()
 
     def require_device(self) -> Device:
         """For transports that read GPU memory alone. Raises ValueError where the cache lies in host memory."""

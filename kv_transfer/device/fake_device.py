@@ -40,25 +40,33 @@ class FakeMemory:
         self.capacity = capacity
         self._holders: dict[Path, tuple[int, int]] = {}
         """Bytes of each allocation, and how many own or map it."""
+        self._lock = threading.Lock()
 
     @property
     def num_free(self) -> int:
+        with self._lock:
+            return self._num_free()
+
+    def _num_free(self) -> int:
         return self.capacity - sum(num_bytes for num_bytes, _ in self._holders.values())
 
     def take(self, path: Path, num_bytes: int) -> None:
         """Raises CapacityError where there is too little."""
-        if num_bytes > self.num_free:
-            raise CapacityError(f"out of memory: {num_bytes} bytes are asked for, {self.num_free} free")
-        self._holders[path] = (num_bytes, 1)
+        with self._lock:
+            if num_bytes > self._num_free():
+                raise CapacityError(f"out of memory: {num_bytes} bytes are asked for, {self._num_free()} free")
+            self._holders[path] = (num_bytes, 1)
 
     def hold(self, path: Path) -> None:
-        num_bytes, holders = self._holders[path]
-        self._holders[path] = (num_bytes, holders + 1)
+        with self._lock:
+            num_bytes, holders = self._holders[path]
+            self._holders[path] = (num_bytes, holders + 1)
 
     def let_go(self, path: Path) -> None:
-        num_bytes, holders = self._holders.pop(path)
-        if holders > 1:
-            self._holders[path] = (num_bytes, holders - 1)
+        with self._lock:
+            num_bytes, holders = self._holders.pop(path)
+            if holders > 1:
+                self._holders[path] = (num_bytes, holders - 1)
 
 
 class FakeDevice:
@@ -96,6 +104,7 @@ class FakeDevice:
         self._name, self._peers, self._has_batches = name, peers, has_batches
         self._num_copies_left: int | None = None
         self._lock = threading.Lock()
+        self._bound = threading.local()
         self._numbers = count(1)
         self._owned: dict[int, SharedSegment] = {}
         self._opened: dict[int, tuple[SharedSegment, int]] = {}
@@ -113,6 +122,14 @@ class FakeDevice:
     def resume(self) -> None:
         with self._lock:
             self._num_copies_left = None
+
+    def bind(self) -> None:
+        self._bound.done = True
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether it is current in the calling thread, as a library must find it that calls a driver by itself."""
+        return getattr(self._bound, "done", False)
 
     def allocate(self, num_bytes: int) -> int:
         segment = SharedSegment.create(
@@ -147,23 +164,25 @@ class FakeDevice:
         if bus_id not in self._peers:
             raise PullFailed("open: peer access is not supported between these two devices (217)")
         path = DIRECTORY / f"{PREFIX}{name}"
-        for pointer, (segment, times) in self._opened.items():
-            if segment.path == path and segment.nonce == handle[:NONCE_BYTES]:
-                self._opened[pointer] = (segment, times + 1)
-                return pointer
-        segment = SharedSegment.open(path, handle[:NONCE_BYTES])
-        if self._memory is not None:
-            self._memory.hold(segment.path)
-        self._opened[segment.cache.ctypes.data] = (segment, 1)
-        return segment.cache.ctypes.data
+        with self._lock:
+            for pointer, (segment, times) in self._opened.items():
+                if segment.path == path and segment.nonce == handle[:NONCE_BYTES]:
+                    self._opened[pointer] = (segment, times + 1)
+                    return pointer
+            segment = SharedSegment.open(path, handle[:NONCE_BYTES])
+            if self._memory is not None:
+                self._memory.hold(segment.path)
+            self._opened[segment.cache.ctypes.data] = (segment, 1)
+            return segment.cache.ctypes.data
 
     def close(self, pointer: int) -> None:
         self._fail("close")
-        segment, times = self._opened.pop(pointer)
-        if times > 1:
-            self._opened[pointer] = (segment, times - 1)
-        else:
-            self._unmap(segment)
+        with self._lock:
+            segment, times = self._opened.pop(pointer)
+            if times > 1:
+                self._opened[pointer] = (segment, times - 1)
+            else:
+                self._unmap(segment)
 
     def _unmap(self, segment: SharedSegment) -> None:
         if self._memory is not None:

@@ -16,6 +16,7 @@ import fcntl
 import mmap
 import os
 import struct
+import threading
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -83,7 +84,7 @@ def export(exported: ExportedCache, resources: ExitStack) -> Endpoint:
 
 
 def import_into(cache: KVCache, notify: Notify) -> PullTransport:
-    return PullTransport(KIND, cache, notify, partial(_open, cache))
+    return PullTransport(KIND, cache, notify, partial(_open, cache, threading.Lock()))
 
 
 class ClaimedChannel:
@@ -100,8 +101,10 @@ class ClaimedChannel:
         return read_word(self._segment.words, index)
 
 
-def _open(cache: KVCache, offer: Offer, resources: ExitStack) -> ClaimedChannel:
-    """Moves the nonce through the first bytes of our block 0, which belongs to no sequence."""
+def _open(cache: KVCache, proving: threading.Lock, offer: Offer, resources: ExitStack) -> ClaimedChannel:
+    """Moves the nonce through the first bytes of our block 0, which belongs to no sequence. Peers open at once and take
+    turns there.
+    """
     device, nonce, num_blocks = cache.require_device(), bytes.fromhex(offer["nonce"]), offer["num_blocks"]
     block_bytes, buffer_bytes, num_buffers = offer["block_bytes"], offer["buffer_bytes"], offer["num_buffers"]
     words = SharedSegment.open(Path(offer["path"]), nonce)
@@ -114,7 +117,8 @@ def _open(cache: KVCache, offer: Offer, resources: ExitStack) -> ClaimedChannel:
     resources.callback(device.unpin, memory.ctypes.data)
     stream = resources.enter_context(DeviceStream(device, num_events=num_buffers))
     client = StagingClient(Channel(memory, buffer_bytes, num_buffers), block_bytes, stream, cache, fd, STALL_S)
-    client.prove(num_blocks * block_bytes, nonce)
+    with proving:
+        client.prove(num_blocks * block_bytes, nonce)
     return ClaimedChannel(client, words, num_blocks)
 
 

@@ -12,6 +12,7 @@
 import base64
 import logging
 import secrets
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -64,8 +65,11 @@ def import_into(cache: KVCache, notify: Notify) -> PullTransport:
 class Agent:
     """A NIXL agent of this process. What NIXL reports as an error is PullFailed here."""
 
-    def __init__(self, name: str) -> None:
-        """Raises PullFailed where NIXL is not installed or has no way to move bytes."""
+    def __init__(self, name: str, bind: Callable[[], None]) -> None:
+        """`bind` makes the GPU current in the calling thread: memory on a GPU needs that in every thread that calls
+        NIXL. Raises PullFailed where NIXL is not installed or has no way to move bytes.
+        """
+        self._bind = bind
         try:
             api, bindings = import_module("nixl._api"), import_module("nixl._bindings")
         except ImportError as error:
@@ -79,7 +83,7 @@ class Agent:
             *(getattr(bindings, n) for n in dir(bindings) if n.endswith("Error")),
         )
         with self._reported():
-            # Strict: pulls run in threads of their own, words are read in the engine's.
+            # Strict: peers open and pull in threads of their own, words are read in the engine's.
             sync = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
             self._agent: Any = api.nixl_agent(name, api.nixl_agent_config(backends=["UCX"], sync_mode=sync))
 
@@ -141,6 +145,8 @@ class Agent:
 
     @contextmanager
     def _reported(self) -> Iterator[None]:
+        """Every call to NIXL is made in here."""
+        self._bind()
         try:
             yield
         except self._errors as error:
@@ -153,7 +159,7 @@ class Exporter:
     def __init__(self, exported: ExportedCache) -> None:
         cache, words, nonce = exported.cache, exported.segment.words, exported.segment.nonce
         kind, ordinal = _place(cache)
-        self._agent = Agent(nonce.hex())
+        self._agent = Agent(nonce.hex(), cache.bind)
         self._nonce = np.frombuffer(nonce, np.uint8).copy()
         on_gpu = cache.memory == "GPU"
         num_bytes = cache.num_bytes + (NONCE_BYTES if on_gpu else 0)
@@ -223,7 +229,7 @@ class Importer:
     """The agent of a decode engine and the cache that is registered with it."""
 
     def __init__(self, cache: KVCache) -> None:
-        self.agent = Agent(secrets.token_hex(NONCE_BYTES))
+        self.agent = Agent(secrets.token_hex(NONCE_BYTES), cache.bind)
         self._cache = cache
         kind, ordinal = _place(cache)
         self._registered = self.agent.register(cache.pointer, cache.num_bytes, kind, ordinal)
@@ -231,10 +237,13 @@ class Importer:
         """Peers of each remote agent that are open: one engine may be connected to twice, while the old peer is
         retired.
         """
+        self._lock = threading.Lock()
+        """Held while a remote agent is added or removed: peers open and close in threads of their own."""
 
     def open(self, offer: Offer, resources: ExitStack) -> RemoteAgent:
-        name = self.agent.add(base64.b64decode(offer["agent"]))
-        self._known[name] += 1
+        with self._lock:
+            name = self.agent.add(base64.b64decode(offer["agent"]))
+            self._known[name] += 1
         resources.callback(self._release, name)
         self._prove(name, offer)
         return RemoteAgent(self.agent, name, offer, self._cache, resources)
@@ -259,12 +268,13 @@ class Importer:
 
     def _release(self, name: str) -> None:
         """A remote agent has one peer less; the last one takes it away."""
-        self._known[name] -= 1
-        if not self._known[name]:
-            try:
-                self.agent.remove(name)
-            except PullFailed as error:
-                logger.info("a remote agent could not be removed, its process may be gone: %s", error)
+        with self._lock:
+            self._known[name] -= 1
+            if not self._known[name]:
+                try:
+                    self.agent.remove(name)
+                except PullFailed as error:
+                    logger.info("a remote agent could not be removed, its process may be gone: %s", error)
 
 
 def _place(cache: KVCache) -> tuple[str, int]:

@@ -340,6 +340,7 @@ def test_a_pull_that_takes_too_long_is_cancelled_and_its_destination_waits_for_i
 def test_a_peer_that_cannot_be_opened_fails_attempts_and_nothing_else() -> None:
     world = DecodeWorld()
     world.say(ROUTER, PeerUp(peer=P, endpoint=b"gone"))
+    world.finish_connections()
     world.generate()
     world.handoff()
     world.step()

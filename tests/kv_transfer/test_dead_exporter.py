@@ -1,5 +1,6 @@
 """The memory of a dead exporter stays taken until its importers let go of it; then its successor fits."""
 
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -7,7 +8,9 @@ import pytest
 
 from decode_pool.pulls import Pulls
 from kv_transfer.config import TransferConfig
+from kv_transfer.connecting import ThreadConnection, ThreadConnector
 from kv_transfer.device.device import KVCache
+from kv_transfer.device.device_pool import DeviceStream
 from kv_transfer.device.fake_device import FakeDevice, FakeMemory
 from kv_transfer.exports import Export
 from kv_transfer.lease import LeaseTable
@@ -41,7 +44,8 @@ class Node:
         cache = KVCache(self._pointer, NUM_BLOCKS, BLOCK_BYTES, self.tensor, here)
         here._memory = self._memory  # what it opens lies on the exporters' GPU; its own memory elsewhere
         self.transport = cuda_ipc.import_into(cache, self.ends)
-        self.pulls = Pulls(self.transport, lambda: 0.0, None)
+        self.connector = ThreadConnector(self.transport, self.ends)
+        self.pulls = Pulls(self.connector, lambda: 0.0, None)
 
     def start(self, address: Address) -> Export:
         """A prefill engine, dead when it is closed. Raises CapacityError where its GPU has no room for the cache."""
@@ -50,8 +54,15 @@ class Node:
         shape = {"num_blocks": NUM_BLOCKS, "block_bytes": BLOCK_BYTES, "num_words": NUM_BLOCKS, "num_peers": 1}
         return Export(config, f"{self._name}-{address.epoch}-words", device, **shape)
 
+    def connect(self, address: Address, endpoint: bytes) -> ThreadConnection:
+        """The connection whose end tells that the peer's memory is let go of."""
+        self.pulls.connect(address, endpoint)
+        self.ends.wait()
+        assert self.pulls.connected() == [(address, None)]
+        return self.connector._connections[-1]
+
     def close(self) -> None:
-        self.transport.close()
+        self.connector.close()
         self.device._memory = None
         self.device.free(self._pointer)
 
@@ -65,28 +76,30 @@ def node(name: str) -> Iterator[Node]:
 
 def test_a_successor_fits_once_the_dead_peer_is_let_go_of(node: Node) -> None:
     export = node.start(DEAD)
-    node.pulls.connect(DEAD, export.endpoint)
+    connection = node.connect(DEAD, export.endpoint)
     export.close()
     with pytest.raises(CapacityError, match="out of memory"):
         node.start(SUCCESSOR)
     node.pulls.disconnect(DEAD)
+    assert connection.has_ended(HANG_S)
     again = node.start(SUCCESSOR)
     again.cache.tensor[:] = 7
     LeaseTable(again.words, epoch=2).write(0, 5)
-    node.pulls.connect(SUCCESSOR, again.endpoint)
+    connection = node.connect(SUCCESSOR, again.endpoint)
     key = RequestKey(1, "r", 1)
     node.pulls.start(key, SUCCESSOR, [1], [2], lease_index=0, lease_id=5)
     node.ends.wait()
     assert [(end.key, end.error) for end in node.pulls.ended()] == [(key, None)]
     assert np.array_equal(node.tensor[2], again.cache.tensor[1])
     node.pulls.disconnect()
+    assert connection.has_ended(HANG_S)
     again.close()
 
 
 def test_a_pull_that_stalls_keeps_the_memory_until_it_has_ended(node: Node) -> None:
     export = node.start(DEAD)
     LeaseTable(export.words, epoch=1).write(0, 5)
-    node.pulls.connect(DEAD, export.endpoint)
+    connection = node.connect(DEAD, export.endpoint)
     node.device.stall_after(0)
     node.pulls.start(RequestKey(1, "r", 1), DEAD, [1], [2], lease_index=0, lease_id=5)
     assert node.device.stalled.wait(HANG_S)
@@ -97,5 +110,31 @@ def test_a_pull_that_stalls_keeps_the_memory_until_it_has_ended(node: Node) -> N
     node.device.resume()
     node.ends.wait()
     assert len(node.pulls.ended()) == 1
+    assert connection.has_ended(HANG_S)
+    again = node.start(SUCCESSOR)
+    again.close()
+
+
+def test_memory_that_was_mapped_for_nobody_is_let_go_of(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peer died while it was being opened: its proof comes too late."""
+    export = node.start(DEAD)
+    proving, go_on = threading.Event(), threading.Event()
+    read = DeviceStream.read
+
+    def slow_read(self: DeviceStream, pointer: int, num_bytes: int) -> bytes:
+        proving.set()
+        assert go_on.wait(HANG_S)
+        return read(self, pointer, num_bytes)
+
+    monkeypatch.setattr(DeviceStream, "read", slow_read)
+    node.pulls.connect(DEAD, export.endpoint)
+    assert proving.wait(HANG_S)
+    export.close()
+    node.pulls.disconnect(DEAD)
+    with pytest.raises(CapacityError):
+        node.start(SUCCESSOR)
+    go_on.set()
+    assert node.connector._connections[-1].has_ended(HANG_S)
+    assert node.pulls.connected() == [] and node.device.num_opened == 0
     again = node.start(SUCCESSOR)
     again.close()

@@ -213,3 +213,21 @@ def memory_of_the_dead_is_kept(patch: pytest.MonkeyPatch) -> None:
 
 def memory_of_those_who_died_without_a_router_is_kept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DecodeService, "forget_peers", lambda self: None)
+
+
+def peer_that_opens_after_its_death_is_kept(patch: pytest.MonkeyPatch) -> None:
+    def retire(self: Pulls, addresses: list[Address]) -> None:
+        for address in addresses:
+            self._opening.pop(address, None)
+        original(self, addresses)
+
+    original = Pulls._retire
+    patch.setattr(Pulls, "_retire", retire)
+
+
+def pull_from_a_peer_given_up_while_it_opened(patch: pytest.MonkeyPatch) -> None:
+    def give_up(self: Pulls, address: Address) -> PullFailed:
+        self._opening[address].close()
+        return PullFailed("opening it takes too long")
+
+    patch.setattr(Pulls, "give_up", give_up)

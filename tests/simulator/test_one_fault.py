@@ -6,7 +6,7 @@ from protocol.errors import RequestCancelled, RequestFailed
 from router.config import RouterConfig
 from simulator.scenario import ALL_FAULTS, MODES, NO_FAULTS, TRANSFER, Faults, drawn
 from simulator.simulation import Simulation
-from tests.simulator.even_scenario import clients, scenario
+from tests.simulator.even_scenario import all_right, clients, play, scenario
 
 # ---- processes that come and go
 
@@ -47,6 +47,34 @@ def test_a_pool_grows_and_shrinks() -> None:
     grown = [s for s in simulations if {"decode-0", "decode-1"} <= set(s.replicas)]
     assert any(s.replicas["decode-1"].service.counters["requests"] for s in grown)
     assert any(set(s.replicas) != {"prefill-0", "decode-0"} and "decode-0" not in s.replicas for s in simulations)
+
+
+# ---- peers that open late, or not at all
+
+
+def test_peers_that_open_late_or_never_cost_attempts_and_no_answer() -> None:
+    simulations = runs(Faults(connect_stall=0.5, connect_failure=0.2, kills=3, router_kills=1), 20, 2)
+    lines = "\n".join(line for simulation in simulations for line in simulation.log)
+    assert min(lines.count(what) for what in ("opening a peer takes", "a peer cannot be opened")) > 20
+    failures = timers = 0.0
+    for simulation in simulations:
+        for client in simulation.clients.values():
+            if client.ended is not None and client.ended.error is None:
+                assert client.received == client.expected
+        for replica in simulation.replicas.values():
+            failures += replica.service.counters.get("pull_failures", 0)
+            timers += 0 if replica.is_prefill else replica.service.counters["timers_fired"]
+    assert failures > 20 and timers > 0
+
+
+def test_the_first_prompts_wait_for_their_peer() -> None:
+    load = clients(6, num_prompt=8, num_tokens=10)
+    planned = replace(scenario(load, prefill_blocks=60, decode_blocks=60), connect_seconds=lambda: 3.0)
+    simulation = Simulation(planned)
+    num_waiting = play(simulation, lambda now: bool(now.engines.network.connections) and now.queue.clock.now > 2.6)
+    assert num_waiting > 10 and all_right(simulation)
+    assert min(client.received_at[1] for client in load) > 3.0
+    assert simulation.replicas["decode-0"].service.counters["pulls"] >= 6
 
 
 # ---- clients that stop reading

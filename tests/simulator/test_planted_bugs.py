@@ -46,6 +46,8 @@ Patch = Callable[[pytest.MonkeyPatch], None]
         (router_bugs.no_hit_taken_for_not_told, "were cached"),
         (engine_bugs.memory_of_the_dead_is_kept, "successors"),
         (engine_bugs.memory_of_those_who_died_without_a_router_is_kept, "successors"),
+        (engine_bugs.peer_that_opens_after_its_death_is_kept, "successors"),
+        (engine_bugs.pull_from_a_peer_given_up_while_it_opened, "let go of"),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )

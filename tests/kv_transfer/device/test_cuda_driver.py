@@ -3,7 +3,10 @@ answers.
 """
 
 import ctypes
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -13,6 +16,7 @@ import pytest
 from kv_transfer.device import cuda_driver
 from kv_transfer.device.cuda_driver import CudaDevice
 from protocol.errors import CapacityError, ConfigError, PullFailed
+from tests.hang import HANG_S
 
 
 class Library:
@@ -64,6 +68,30 @@ def test_its_context_is_the_device_s_primary_one_bound_once_a_thread(library: Li
     assert device.bus_id == "0000:1b:00.0"
     assert (device.create_stream(), device.create_event()) == (78, 90)  # non-blocking, without timing
     assert library.calls.count("cuCtxSetCurrent") == 1
+
+
+@pytest.mark.parametrize("act", ["bind", "copy", "gather", "tensor"])
+def test_it_is_bound_in_every_thread_that_makes_it_work(library: Library, act: str) -> None:
+    """What torch then does by itself finds no GPU here."""
+    device, bound = CudaDevice(0, library), list[int]()
+    library.answers["cuCtxSetCurrent"] = lambda context: bound.append(threading.get_ident())
+    ids = np.zeros(1, np.int64)
+    acts: dict[str, Callable[[], object]] = {
+        "bind": device.bind,
+        "copy": lambda: device.copy(1, 2, 3, 78),
+        "gather": lambda: device.gather(lambda *_: None, None, ids, None, ids, 78),
+        "tensor": lambda: device.tensor(1, 2, 3),
+    }
+
+    def work() -> int:
+        for _ in range(2):
+            with suppress(RuntimeError, AssertionError, AttributeError):
+                acts[act]()
+        return threading.get_ident()
+
+    device.bind()
+    with ThreadPoolExecutor(1) as other:
+        assert bound == [threading.get_ident(), other.submit(work).result(HANG_S)]
 
 
 def test_pointers_keep_all_their_bits(library: Library) -> None:

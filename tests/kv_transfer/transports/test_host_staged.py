@@ -1,8 +1,11 @@
 """Pulls from GPU to GPU through a ring in host memory, between two real processes."""
 
 import gc
+import queue
+import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -125,6 +128,30 @@ def test_two_peers_at_once_and_no_third(exporter: Exporter, name: str) -> None:
     assert pullers[0].ends.of(again.pull([1], [1])) == ""
     for puller in pullers:
         puller.close()
+
+
+def test_peers_that_open_at_once_take_turns_in_block_0(
+    exporter: Exporter, puller: Puller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proving: queue.SimpleQueue[None] = queue.SimpleQueue()
+    prove = StagingClient.prove
+
+    def prove_slowly(self: StagingClient, nonce_offset: int, nonce: bytes) -> None:
+        proving.put(None)
+        go_on.acquire()
+        prove(self, nonce_offset, nonce)
+
+    go_on = threading.Semaphore(0)
+    monkeypatch.setattr(StagingClient, "prove", prove_slowly)
+    with ThreadPoolExecutor(NUM_CHANNELS) as threads:
+        opening = [threads.submit(puller.transport.connect, exporter.endpoint) for _ in range(NUM_CHANNELS)]
+        for _ in opening:
+            proving.get(timeout=HANG_S)
+            with pytest.raises(queue.Empty):
+                proving.get(timeout=0.1)
+            go_on.release()
+        for one in opening:
+            one.result(HANG_S).close()
 
 
 def client_of(peer: PullPeer) -> StagingClient:

@@ -115,6 +115,8 @@ def make_cache(config: ClusterConfig, pool: PoolConfig, blocks: int, layout: KVL
     from engine.kernels.block_copy import pull_blocks
 
     tensor = torch.zeros((blocks, layout.block_bytes), dtype=torch.uint8, device="cuda")
+    first = torch.zeros(1, dtype=torch.int64, device="cuda")
+    pull_blocks(tensor, first, tensor, first)  # compiled before the first pull; block 0 is never used
     return KVCache.on_gpu(device, tensor, pull_blocks)
 
 
@@ -140,6 +142,7 @@ def _prepare(config: ClusterConfig, pool: PoolConfig, served: ServedModel) -> tu
     from engine.models.loading import load_model
     from engine.runners.cuda import CUDARunner
     from engine.runners.cuda_memory import await_device_memory, profiled_blocks
+    from engine.runners.cuda_warmup import warm_up
 
     assert config.model is not None, "the arithmetic runner takes no GPU"
     engine = pool.engine
@@ -148,7 +151,7 @@ def _prepare(config: ClusterConfig, pool: PoolConfig, served: ServedModel) -> tu
     blocks = profiled_blocks(model, engine) if is_profiled(pool) else num_blocks(config, pool, served)
 
     def make(cache: Any, host_blocks: int) -> Runner:
-        return CUDARunner(
+        runner = CUDARunner(
             model,
             cache.view(-1),
             block_size=engine.block_size,
@@ -156,6 +159,8 @@ def _prepare(config: ClusterConfig, pool: PoolConfig, served: ServedModel) -> tu
             graph_sizes=engine.cuda_graph_sizes,
             num_host_blocks=host_blocks,
         )
+        warm_up(runner, engine)
+        return runner
 
     return blocks, make
 

@@ -9,7 +9,7 @@ from engine.kernels.launch import tl, triton
 CHUNK = 2048  # elements per program: 16 KB of int64, eight 16-byte loads in flight per thread at 4 warps
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["src_ids", "dst_ids"])  # any rows of a transfer's ids
 def copy_blocks_kernel(src, src_ids, dst, dst_ids, width, src_stride, dst_stride, CHUNK: tl.constexpr):
     """One chunk of one block per program. Without ids the i-th block is row i. Ids are widened before they meet a
     stride.

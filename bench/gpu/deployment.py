@@ -26,6 +26,7 @@ from engine.loop import EngineLoop, Service
 from engine.models.config import kv_layout_fields
 from engine.parts import assemble
 from engine.runners.cuda import block_bytes
+from engine.runners.cuda_warmup import warm_up
 from kv_transfer.config import TransferConfig
 from kv_transfer.device.device_pool import DevicePool
 from kv_transfer.layout import KVLayout
@@ -206,6 +207,7 @@ def _build(engine: Engine, send: Callable[[Envelope], None], resources: ExitStac
         resources.callback(transport.close)
         service = DecodeService(parts, transport=transport, config=TransferConfig(), cache=cache)
     runner = gpu_runner(model, as_tensor(cache.tensor).view(-1), graph_sizes)
+    warm_up(runner, config)
     loops.append(parts.loop(service, runner, send, on_failure=_end_process, strict=True))
     return loops[0]
 

@@ -112,11 +112,10 @@ def make_cache(config: ClusterConfig, pool: PoolConfig, blocks: int, layout: KVL
         return KVCache.in_host_memory(cache)
     import torch
 
-    from engine.kernels.block_copy import pull_blocks
+    from engine.kernels.block_copy import pull_blocks, warm_up_pulls
 
     tensor = torch.zeros((blocks, layout.block_bytes), dtype=torch.uint8, device="cuda")
-    first = torch.zeros(1, dtype=torch.int64, device="cuda")
-    pull_blocks(tensor, first, tensor, first)  # compiled before the first pull; block 0 is never used
+    warm_up_pulls(tensor)
     return KVCache.on_gpu(device, tensor, pull_blocks)
 
 

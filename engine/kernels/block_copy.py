@@ -42,6 +42,14 @@ def pull_blocks(src_flat: torch.Tensor, src_ids: torch.Tensor, dst_flat: torch.T
     _launch(src_flat, src_ids, dst_flat, dst_ids, len(src_ids))
 
 
+def warm_up_pulls(cache_flat: torch.Tensor) -> None:
+    """Compiles what `pull_blocks` launches between two caches of this layout, by copying block 0, which is never used,
+    to itself.
+    """
+    first = torch.zeros(1, dtype=torch.int64, device=cache_flat.device)
+    pull_blocks(cache_flat, first, cache_flat, first)
+
+
 def _launch(
     src: torch.Tensor, src_ids: torch.Tensor | None, dst: torch.Tensor, dst_ids: torch.Tensor | None, num_blocks: int
 ) -> None:

@@ -160,9 +160,10 @@ def test_a_kernel_that_is_compiled_after_the_warm_up_is_told_once(compiled: list
 
 def test_any_pull_launches_the_same_gather(compiled: list[str]) -> None:
     """Ids travel as the two rows of one array, so the second row may begin anywhere."""
-    cache = torch.zeros(8, 64, dtype=torch.uint8)
-    first = torch.zeros(1, dtype=torch.int64)
-    block_copy.pull_blocks(cache, first, cache, first)
+    cache = torch.arange(8 * 64).to(torch.uint8).view(8, 64)
+    before = cache.clone()
+    block_copy.warm_up_pulls(cache)
+    assert torch.equal(cache, before)
     for num_blocks in range(1, 5):
         ids = torch.arange(2 * num_blocks).view(2, num_blocks)
         block_copy.pull_blocks(torch.zeros_like(cache), ids[0], cache, ids[1])

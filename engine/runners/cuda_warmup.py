@@ -13,6 +13,7 @@ import numpy as np
 from engine.config import EngineConfig
 from engine.runner import Batch
 from engine.runners.cuda import CUDARunner
+from engine.runners.cuda_copies import DeviceEvent
 from engine.sampling_metadata import SamplingMetadata
 from protocol.messages import SamplingParams
 
@@ -32,11 +33,12 @@ IN_EVERY_WAY = SamplingParams(
 
 def warm_up(runner: CUDARunner, config: EngineConfig) -> None:
     """Computes the steps and waits for them. `runner` has served nothing yet: block 1 of its cache is written, and
-    zeroed in the end.
+    zeroed in the end, before a transfer may write there.
     """
     for batch in warm_up_batches(config):
         runner.execute(batch)
     runner.cache[1].zero_()
+    DeviceEvent(runner.device).wait()
 
 
 def warm_up_batches(config: EngineConfig) -> Iterator[Batch]:

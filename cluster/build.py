@@ -134,9 +134,10 @@ def make_cache(config: ClusterConfig, pool: PoolConfig, blocks: int, layout: KVL
         return KVCache.in_host_memory(cache)
     import torch
 
-    from engine.kernels.block_copy import pull_blocks
+    from engine.kernels.block_copy import pull_blocks, warm_up_pulls
 
     tensor = torch.zeros((blocks, layout.block_bytes), dtype=torch.uint8, device="cuda")
+    warm_up_pulls(tensor)
     return KVCache.on_gpu(device, tensor, pull_blocks)
 
 
@@ -164,6 +165,7 @@ def _prepare(
     from engine.models.loading import load_model
     from engine.runners.cuda import CUDARunner
     from engine.runners.cuda_memory import await_device_memory, profiled_blocks
+    from engine.runners.cuda_warmup import warm_up
 
     assert config.model is not None, "the arithmetic runner takes no GPU"
     engine = pool.engine
@@ -181,6 +183,7 @@ def _prepare(
             num_host_blocks=host_blocks,
         )
         resources.callback(runner.close)
+        warm_up(runner, engine)
         return runner
 
     return blocks, make

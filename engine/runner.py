@@ -74,6 +74,8 @@ class StepOutput:
     """Bytes copied between cache and host, each counted once."""
     swap_seconds: float = 0.0
     """Seconds that these copies took."""
+    compiled: tuple[str, ...] = ()
+    """Variants of kernels that were compiled since the step before; none are expected once an engine has started."""
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     """For each sequence that asked, by its index in the batch, one entry per chosen token."""
 

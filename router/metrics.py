@@ -306,6 +306,13 @@ METRICS = (
         ENGINE,
         engine_counters("padding_tokens"),
     ),
+    Metric(
+        "kernel_compilations",
+        "counter",
+        "Variants of GPU kernels that were compiled after the engine had started, while requests waited; 0 is right.",
+        ENGINE,
+        engine_counters("kernel_compilations"),
+    ),
     # KV transfer.
     Metric("transfers", "counter", "Pulls started.", (*ENGINE, "transport"), engine_counters("pulls", transport=True)),
     Metric(

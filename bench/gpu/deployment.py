@@ -25,6 +25,7 @@ from decode_pool.service import DecodeService
 from engine.loop import EngineLoop, Service
 from engine.models.config import kv_layout_fields
 from engine.parts import assemble
+from engine.runners.cuda_warmup import warm_up
 from engine.runners.paged_cache import block_bytes
 from kv_transfer.config import TransferConfig
 from kv_transfer.connecting import ThreadConnector
@@ -214,6 +215,7 @@ def _build(engine: Engine, send: Callable[[Envelope], None], resources: ExitStac
         resources.callback(connector.close)
         service = DecodeService(parts, transport=connector, config=TransferConfig(), cache=cache)
     runner = gpu_runner(model, as_tensor(cache.tensor).view(-1), graph_sizes)
+    warm_up(runner, config)
     loops.append(parts.loop(service, runner, send, on_failure=_end_process, strict=True))
     return loops[0]
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from bench.gpu.setting import FAKE_GPUS, VISIBLE, Setting
-from engine.kernels.block_copy import pull_blocks
+from engine.kernels.block_copy import pull_blocks, warm_up_pulls
 from kv_transfer.config import TransferConfig
 from kv_transfer.device.cuda_driver import CudaDevice
 from kv_transfer.device.device import Device, KVCache, Tensor
@@ -39,6 +39,8 @@ def export(kind: str, device: Device, name: str, num_blocks: int, block_bytes: i
 
 def importing(kind: str, setting: Setting, cache: KVCache, notify: Notify) -> Transport:
     """The transport of the process that pulls into `cache`."""
+    if not setting.rehearsal:
+        warm_up_pulls(cache.tensor)
     gathering = replace(cache, gather=setting.size(pull_blocks, _gather_on_host))
     return choose(TransferConfig(transport=kind), gathering, notify)
 

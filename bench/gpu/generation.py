@@ -60,7 +60,7 @@ def engine_config(
     return EngineConfig(
         max_num_batched_tokens=setting.size(64, 8),
         max_num_seqs=setting.size(16, 4),
-        max_model_len=512,
+        max_model_len=setting.size(512, 64),
         block_size=BLOCK_SIZE,
         num_blocks=NUM_BLOCKS,
         num_speculative_tokens=num_drafts,

@@ -35,6 +35,8 @@ def run(setting: Setting, gpu: int) -> Iterator[Item]:
         rows.append((what, len(requests), pulled, moved))
         if pulled != (0 if what == COLOCATED else sum(len(asked.prompt_token_ids) for asked in requests)):
             yield Problem(f"{what}: the KV of {pulled} prompt tokens came by transfer")
+        if num_compiled := int(status.counters["kernel_compilations"]):
+            yield Problem(f"{what}: the decode engine compiled {num_compiled} variants of kernels after its warm-up")
         if what != COLOCATED and status.transport != what:
             yield Problem(f"{what}: the decode engine reports transport {status.transport!r}")
     columns = Column("how"), Column("answers"), Column("prompt tokens transferred"), Column("transferred", "bytes")

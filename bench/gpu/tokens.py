@@ -15,8 +15,10 @@ from bench.gpu.models import NUM_BLOCKS, cpu_runner, gpu_runner, make_cache, sma
 from bench.gpu.report import Cell, Column, Item, Note, Problem, Table
 from bench.gpu.setting import ROOT, Setting
 from bench.rounding import expected_errors
+from engine.kernels.launch import compiled
 from engine.models.config import Dtype
 from engine.models.loading import load_model
+from engine.runners.cuda_warmup import warm_up
 from protocol.messages import SamplingParams
 from router.admission import ClientRequest
 
@@ -39,9 +41,14 @@ def run(setting: Setting) -> Iterator[Item]:
         "graphs, next step launched meanwhile": (graphs, engine_config(setting, depth=2, graph_sizes=sizes)),
         "drafts": (plain, engine_config(setting, num_drafts=3)),
     }
+    for name in ("graphs, next step launched meanwhile", "drafts"):  # what they warm up serves the others too
+        warm_up(*ways[name])
     rows: list[tuple[Cell, ...]] = []
     for name, (runner, config) in ways.items():
+        num_compiled = len(compiled)
         answers = generate(runner, config, requests)
+        for variant in compiled[num_compiled:]:
+            yield Problem(f"{name}: compiled after the warm-up: {variant}")
         rows.append(
             (
                 name,

@@ -9,7 +9,7 @@ from engine.kernels.launch import tl, triton
 CHUNK = 2048  # elements per program: 16 KB of int64, eight 16-byte loads in flight per thread at 4 warps
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["src_ids", "dst_ids"])  # any rows of a transfer's ids
 def copy_blocks_kernel(src, src_ids, dst, dst_ids, width, src_stride, dst_stride, CHUNK: tl.constexpr):
     """One chunk of one block per program. Without ids the i-th block is row i. Ids are widened before they meet a
     stride.
@@ -40,6 +40,14 @@ def pull_blocks(src_flat: torch.Tensor, src_ids: torch.Tensor, dst_flat: torch.T
     is mapped here.
     """
     _launch(src_flat, src_ids, dst_flat, dst_ids, len(src_ids))
+
+
+def warm_up_pulls(cache_flat: torch.Tensor) -> None:
+    """Compiles what `pull_blocks` launches between two caches of this layout, by copying block 0, which is never used,
+    to itself.
+    """
+    first = torch.zeros(1, dtype=torch.int64, device=cache_flat.device)
+    pull_blocks(cache_flat, first, cache_flat, first)
 
 
 def _launch(

@@ -28,7 +28,10 @@ def put(value, q_out, place, is_query, is_cached):
     tl.store(place, value, mask=is_cached)
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(
+    do_not_specialize=["layer"],
+    do_not_specialize_on_alignment=["positions", "slots"],  # pieces of one metadata buffer
+)
 def rope_and_cache_kernel(
     qkv, cos, sin, positions, slots, cache, q_out, qk_norm, layer, eps, qkv_stride, cos_stride, sin_stride,
     q_out_stride, block_stride, layer_stride, kv_stride, head_stride, offset_stride,

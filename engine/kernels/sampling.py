@@ -29,6 +29,11 @@ ABOVE_ONE = tl.constexpr(0x3F800001)
 BLOCK = 4096
 PIVOT_BLOCK = 2048
 NUM_WARPS = 16
+METADATA = (
+    *("rows", "num_known", "last", "answer_bases", "repetitions", "presences", "frequencies"),
+    *("temperatures", "top_ks", "top_ps", "min_ps", "seeds", "indices"),
+)
+"""Parameters of kernels that are pieces of one buffer: no kernel is compiled again for where a piece begins."""
 
 
 def add_biases(logits: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> None:
@@ -149,7 +154,10 @@ def changed(repetition, presence, frequency):
     return (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["stride"],  # the longest history of the step
+    do_not_specialize_on_alignment=["token_ids", *METADATA],
+)
 def count_kernel(
     counts,
     token_ids,
@@ -181,7 +189,7 @@ def count_kernel(
     tl.atomic_or(at, OF_PROMPT, mask=inside & (answered == 0), sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=METADATA)
 def penalise_kernel(logits, counts, repetitions, presences, frequencies, vocab_size, stride, BLOCK: tl.constexpr):
     """Program (sequence, BLOCK of the vocabulary)."""
     s = tl.program_id(0)
@@ -221,7 +229,7 @@ def greedy_kernel(logits, out, vocab_size, stride, BLOCK: tl.constexpr):
     tl.store(out + row, token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=METADATA)
 def weigh_kernel(logits, temperatures, min_ps, out, vocab_size, stride, BLOCK: tl.constexpr):
     """Turns a row's logits into weights, those below `min_p` into 0; a cold row gets its token and keeps its logits."""
     row = tl.program_id(0)
@@ -273,7 +281,7 @@ def mix(z):
     return z ^ (z >> 31)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=METADATA)
 def draw_kernel(
     weights, temperatures, top_ks, top_ps, seeds, indices, out, vocab_size, stride,
     BLOCK: tl.constexpr, PIVOT_BLOCK: tl.constexpr, RUNS: tl.constexpr,

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from engine.kernels.launch import require_device
+from engine.kernels.launch import compiled, require_device
 from engine.kernels.paged_attention import HEAD_DIMS, num_splits
 from engine.models.decoder import Decoder, float32_logits, forward
 from engine.runner import Batch, StepOutput
@@ -59,6 +59,7 @@ class LaunchedStep:
         ended: DeviceEvent,
         swapped_bytes: int,
         finish: Callable[[], StepOutput],
+        compiled: tuple[str, ...],
     ) -> None:
         self._begun, self._swapped, self._ended, self._swapped_bytes, self._finish = (
             begun,
@@ -67,6 +68,7 @@ class LaunchedStep:
             swapped_bytes,
             finish,
         )
+        self._compiled = compiled
 
     def result(self) -> StepOutput:
         """Waits for the device. From any thread, once."""
@@ -76,6 +78,7 @@ class LaunchedStep:
             raise DeviceLost(str(error)) from error
         output = self._finish()
         output.seconds = self._ended.seconds_since(self._begun)
+        output.compiled = self._compiled
         output.swapped_bytes = self._swapped_bytes
         output.swap_seconds = self._swapped.seconds_since(self._begun) if self._swapped_bytes else 0.0
         return output
@@ -124,6 +127,7 @@ class CUDARunner:
                 num_splits=lambda num_decodes: self._num_splits(num_decodes, max_model_len),
                 device=self.device,
             )
+        self._num_compiled = len(compiled)
 
     def close(self) -> None:
         """Gives pinned memory back, once no step is in flight. The second time nothing happens."""
@@ -140,7 +144,10 @@ class CUDARunner:
             swapped_bytes = self._copies.launch(batch)
             swapped = DeviceEvent(self.device) if swapped_bytes else begun
             finish = self._launch(batch) if len(batch.rows) else lambda: nothing_sampled(0, 0.0)
-            return LaunchedStep(begun, swapped, DeviceEvent(self.device), swapped_bytes, finish)
+            ended = DeviceEvent(self.device)
+            new = tuple(compiled[self._num_compiled :])
+            self._num_compiled += len(new)
+            return LaunchedStep(begun, swapped, ended, swapped_bytes, finish, new)
         except torch.AcceleratorError as error:
             raise DeviceLost(str(error)) from error
 

@@ -20,11 +20,10 @@ from engine.config import EngineConfig
 from engine.models.decoder import Decoder
 from engine.runner import Batch
 from engine.runners.cuda import CUDARunner
+from engine.runners.cuda_warmup import IN_EVERY_WAY, step_in_block_1
 from engine.runners.paged_cache import block_bytes
-from engine.sampling_metadata import SamplingMetadata
 from protocol.clock import Clock
 from protocol.errors import CapacityError
-from protocol.messages import SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -97,19 +96,7 @@ def largest_batch(config: EngineConfig) -> Batch:
     scheduled = np.full(num_seqs, config.max_num_batched_tokens // num_seqs, np.int32)
     scheduled[: config.max_num_batched_tokens % num_seqs] += 1
     scheduled = np.minimum(scheduled, config.max_model_len)
-    sampling = SamplingMetadata(num_seqs)
-    params = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, seed=1, presence_penalty=0.1, logprobs=1)
-    for row in range(num_seqs):
-        sampling.put(row, params, base=-int(scheduled[row]), eos_token_ids=())
-    longest = int(scheduled.max())
-    return Batch(
-        step=0,
-        rows=np.arange(num_seqs, dtype=np.int32),
-        num_scheduled=scheduled,
-        num_computed=np.zeros(num_seqs, np.int32),
-        sample=np.ones(num_seqs, np.bool_),
-        token_ids=np.zeros((num_seqs, longest), np.int32),
-        block_tables=np.ones((num_seqs, -(-longest // config.block_size)), np.int32),
-        sampling=sampling,
-        num_drafts=np.minimum(config.num_speculative_tokens, scheduled - 1) if config.num_speculative_tokens else None,
-    )
+    batch = step_in_block_1(config, scheduled.tolist(), 0, params=IN_EVERY_WAY)
+    if config.num_speculative_tokens:
+        batch.num_drafts = np.minimum(config.num_speculative_tokens, scheduled - 1)
+    return batch

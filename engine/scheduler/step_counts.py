@@ -1,5 +1,6 @@
 """Sums over one engine's steps, which its service reports to the router."""
 
+import logging
 from collections import deque
 
 from engine.config import EngineConfig
@@ -7,6 +8,8 @@ from engine.runner import Batch, StepOutput
 from engine.scheduler.scheduler import Scheduler
 from protocol.histogram import SECONDS, TOKENS, Histogram
 from protocol.messages import ReplicaStatus, RequestKey
+
+log = logging.getLogger(__name__)
 
 NUM_STEPS = 8
 """How many of the newest steps a status shows."""
@@ -21,7 +24,7 @@ class StepCounts:
 
     KEYS = (
         *("steps", "step_seconds", "scheduler_seconds", "budget_tokens", "scheduled_tokens", "scheduled_sequences"),
-        *("drafts", "accepted_drafts", "padding_tokens"),
+        *("drafts", "accepted_drafts", "padding_tokens", "kernel_compilations"),
     )
 
     def __init__(self, counters: dict[str, float], config: EngineConfig) -> None:
@@ -52,6 +55,9 @@ class StepCounts:
         counters["budget_tokens"] += self._budget
         counters["scheduled_tokens"] += num_tokens
         counters["scheduled_sequences"] += len(batch.rows)
+        if output.compiled:
+            counters["kernel_compilations"] += len(output.compiled)
+            log.warning("a step waited for kernels to be compiled", extra={"kernels": output.compiled})
         if batch.num_drafts is not None:
             counters["drafts"] += int(batch.num_drafts.sum())
             counters["accepted_drafts"] += int(output.counts.sum() - batch.sample.sum())

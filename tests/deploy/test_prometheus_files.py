@@ -31,6 +31,7 @@ FIRING: dict[str, dict[str, str]] = {
         'twopass_requests_ended_total{model_name="m", reason="failed"}': "0+1x60",
         'twopass_requests_ended_total{model_name="m", reason="stop"}': "0+50x60",
     },
+    "TwopassKernelsCompile": {f"twopass_kernel_compilations_total{{{LABELS}}}": "0x30 1x60"},
     "TwopassThrashing": {
         f"twopass_recomputed_tokens_total{{{LABELS}}}": "0+40x60",
         f"twopass_generated_tokens_total{{{LABELS}}}": "0+100x60",

@@ -146,6 +146,7 @@ def assert_steps_counted(got: Scraped, split: bool, times: int, num_tokens: int)
         "transfer_failures",
         "transfer_expiries",
         "padding_tokens",
+        "kernel_compilations",
     ):
         assert got(f"{name}_total") == 0, name
 

@@ -3,6 +3,7 @@ has a budget of 8 tokens.
 """
 
 import numpy as np
+import pytest
 
 from engine.config import EngineConfig
 from engine.runner import Batch, StepOutput
@@ -133,3 +134,23 @@ def test_drafts_count_when_scheduled_and_when_the_model_confirms_them() -> None:
         "drafts": 3,
         "accepted_drafts": 2,
     }
+
+
+@pytest.mark.parametrize("pool", ["prefill", "decode"])
+def test_kernels_that_a_step_waited_for_are_counted_and_named(pool: str, caplog: pytest.LogCaptureFixture) -> None:
+    world: PrefillWorld | DecodeWorld
+    if pool == "prefill":
+        world = PrefillWorld()
+        world.generate(10, key=key("one"), request_number=1)
+    else:
+        world = DecodeWorld()
+        alone(world, "one", 1, num_prompt=10, max_tokens=3)
+    world.step()
+    assert counted(world, "kernel_compilations") == (0,) and not caplog.records
+    batch = world.service.schedule()
+    assert batch is not None
+    output = world.runner.execute(batch)
+    output.compiled = ("draw_kernel a", "draw_kernel b")
+    world.service.commit(output)
+    assert counted(world, "kernel_compilations") == (2,)
+    assert vars(caplog.records[0])["kernels"] == ("draw_kernel a", "draw_kernel b")

@@ -3,7 +3,12 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
+
+from engine.kernels import launch
 
 IMPORT_ALL = """
 import importlib, pkgutil, sys
@@ -17,10 +22,27 @@ from engine.kernels.rms_norm import rms_norm
 """
 
 
-def run(program: str) -> str:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
-        "CUDA_VISIBLE_DEVICES": ""
-    }
+LAUNCHES = """
+import torch
+from engine.kernels import sampling
+from engine.kernels.rms_norm import rms_norm
+def launches(device):
+    def made(*shape, dtype=torch.float32):
+        return torch.ones(shape, dtype=dtype, device=device)
+    for rows in (2, 1):
+        rms_norm(made(rows, 32), made(32), 1e-5, made(rows, 32, dtype=torch.bfloat16))
+    floats, ints = made(2), made(2, dtype=torch.int32)
+    for longest in (16, 1):
+        sampling.penalise(
+            made(2, 97), made(2, 97, dtype=torch.int32), token_ids=made(2, longest, dtype=torch.int32), rows=ints,
+            num_known=ints, last=ints, answer_bases=ints, repetitions=floats, presences=floats, frequencies=floats,
+        )
+"""
+
+
+def run(program: str, **environment: str) -> str:
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment = inherited | {"CUDA_VISIBLE_DEVICES": ""} | environment
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment, cwd=Path(__file__).parents[3], capture_output=True, text=True
     )
@@ -67,3 +89,35 @@ def test_the_cpu_path_needs_no_kernel() -> None:
         '"kernels." in m])'
     )
     assert said == "[]\n"
+
+
+def test_an_interpreted_launch_tells_variants_apart_as_triton_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same launches, compiled for a GPU that is not there, and interpreted."""
+    said = run(
+        f"""
+from tests.engine.kernels.compile_ahead import AbsentDevice, JITFunction, driver
+{LAUNCHES}
+from engine.kernels.launch import compiled
+run = JITFunction.run
+JITFunction.run = lambda self, *given, grid, warmup, **options: run(self, *given, grid=grid, warmup=True, **options)
+driver.set_active(AbsentDevice(90))
+launches("meta")
+print(chr(10).join(compiled))
+""",
+        TRITON_CACHE_DIR=str(tmp_path),
+    )
+    interpreted: list[str] = []
+    monkeypatch.setattr(launch, "compiled", interpreted)
+    scope: dict[str, Callable[[str], None]] = {}
+    exec(LAUNCHES, scope)
+    scope["launches"]("cpu")
+    assert [variant.partition("]")[0] for variant in said.splitlines()] == [
+        variant.partition("]")[0] for variant in interpreted
+    ]
+    assert [variant.partition(" ")[0] for variant in interpreted] == [
+        "rms_norm_kernel",
+        "count_kernel",
+        "penalise_kernel",
+    ]

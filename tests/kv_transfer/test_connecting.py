@@ -94,6 +94,8 @@ def test_a_peer_is_opened_and_closed_by_a_thread_of_its_own(
     assert connection.has_ended(HANG_S)
     assert transport.acts == ["open", "close"]
     assert len({thread for _, thread in transport.said} | {threading.get_ident()}) == 2
+    with pytest.raises(PullFailed, match="not open"):
+        connection.peer()  # it is not kept, nor what it had mapped
     connector.close()
 
 

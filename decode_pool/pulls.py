@@ -38,7 +38,7 @@ class PullEnd:
 
 class Pulls:
     """Each request has at most one pull. The verbs are `start`, `ended` and `cancel`; those of peers are `connect`,
-    `connected` and `disconnect`. None of them waits for a peer.
+    `connected`, `give_up` and `disconnect`. None of them waits for a peer.
     """
 
     def __init__(self, connector: Connector, clock: Clock, checksum: Checksum | None) -> None:

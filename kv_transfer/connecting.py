@@ -51,7 +51,7 @@ class ThreadConnection:
         try:
             self._peer = self._connect()
         except TransferError as error:
-            self._error = error
+            self._error = error.with_traceback(None)  # which would keep what was mapped half-way
         except Exception as error:  # who waits for a connection that never becomes terminal learns nothing
             log.exception("a peer failed to open in a way of its own")
             self._error = PullFailed(f"{type(error).__name__}: {error}")
@@ -59,8 +59,9 @@ class ThreadConnection:
         self._notify()
         if self._peer is not None:
             self._let_go.wait()
+            peer, self._peer = self._peer, None
             try:
-                self._peer.close()
+                peer.close()
             except PullFailed as error:
                 log.warning("a peer could not be closed: %s", error)
 

@@ -9,14 +9,16 @@ import numpy as np
 from decode_pool.service import DecodeService
 from engine.runner import Batch
 from kv_transfer.lease import LeaseTable, Words
-from kv_transfer.transports.local import LocalConnection, LocalNetwork, LocalPull
+from kv_transfer.transports.local import LocalNetwork, LocalPull
 from protocol.messages import ROUTER_ID, Address, Envelope
 from protocol.timers import Timers
 from simulator.audit import Audit
+from simulator.connections import Connections
+from simulator.drafts import HalfRight
 from simulator.event_queue import EventQueue
 from simulator.replica import Replica, build
 from simulator.router_driver import TICK_S, RouterDriver
-from simulator.scenario import HalfRight, Scenario
+from simulator.scenario import Scenario
 from simulator.violation import Violation
 from simulator.wire import Wire, text
 
@@ -48,8 +50,7 @@ class Engines:
         """Moving pulls that have stalled and wait to be asked to end."""
         self._seen: set[LocalPull] = set()
         """Pulls that the audit has counted."""
-        self._opening: set[LocalConnection] = set()
-        """Connections whose end is planned."""
+        self._connections = Connections(queue, scenario, self.network, self.turn)
 
     def start(self, name: str) -> Replica:
         address = Address(name, next(self._epochs))
@@ -90,9 +91,7 @@ class Engines:
                 pull.fail("the puller is dead")
                 self._moving.discard(pull)
                 self._stalled.discard(pull)
-        for connection in [one for one in self.network.connections if one.cache.base is replica.cache]:
-            connection.fail("who connects is dead")
-            self._opening.discard(connection)
+        self._connections.end(replica)
         self.network.peers = [peer for peer in self.network.peers if peer.cache.base is not replica.cache]
         if self._audit is not None:
             self._audit.engine(replica).check()
@@ -154,7 +153,7 @@ class Engines:
         self._schedule(replica)
         self._flush(replica)
         if isinstance(service, DecodeService):
-            self._open_new_connections(replica)
+            self._connections.plan(replica)
             self._move_new_pulls(replica)
         self.touched[replica.name] = replica
 
@@ -209,30 +208,7 @@ class Engines:
             replica.service.commit(output)
         self.turn(replica)
 
-    # ---- connections and pulls
-
-    def _open_new_connections(self, replica: Replica) -> None:
-        """Plans the end of each new connection. It comes whether somebody still wants the peer or not."""
-        for connection in self.network.connections:
-            if connection.cache.base is not replica.cache or connection in self._opening:
-                continue
-            self._opening.add(connection)
-            seconds = self._scenario.connect_seconds()
-            if self._queue.chance(self._scenario.faults.connect_stall):
-                seconds += self._queue.random.uniform(1.0, 30.0)
-                self._queue.note(f"{replica.name}: opening a peer takes {seconds:.1f} s")
-            self._queue.at(seconds, partial(self._connected, replica, connection))
-
-    def _connected(self, replica: Replica, connection: LocalConnection) -> None:
-        if connection.done:
-            return  # with its engine
-        self._opening.discard(connection)
-        if self._queue.chance(self._scenario.faults.connect_failure):
-            self._queue.note(f"{replica.name}: a peer cannot be opened")
-            connection.fail("cut")
-        else:
-            connection.advance()
-        self.turn(replica)
+    # ---- pulls
 
     def _move_new_pulls(self, replica: Replica) -> None:
         """Starts to move pulls in their order, as many at once as there are channels. A stalled pull holds its channel

@@ -161,13 +161,18 @@ class RouterAudit:
     def hears(self, envelope: Envelope) -> None:
         """The router is about to handle a message."""
         message = envelope.message
-        self._prefill_greeted |= isinstance(message, Hello) and message.role == "prefill"
         if not isinstance(message, StepTokens) or message.router_epoch != self._router.address.epoch:
             return
         for request_number, number in zip(message.request_numbers.tolist(), message.attempts.tolist(), strict=True):
             name = self._request_numbers[request_number]
             if self._attempts[name].number == number and self._attempts[name].decode == envelope.sender:
                 self._decode_spoke.add((name, number))
+
+    def heard(self, envelope: Envelope) -> None:
+        """The router has handled a message. It ignores the greeting of an engine that is dead by then."""
+        message = envelope.message
+        if isinstance(message, Hello) and message.role == "prefill":
+            self._prefill_greeted |= any(replica.address == envelope.sender for replica in self._router.replicas())
 
     # ---- the end
 

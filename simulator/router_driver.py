@@ -230,4 +230,6 @@ class RouterDriver:
             if self._audit is not None:
                 self._audit.router.hears(ready)
             self.router.handle(ready)
+            if self._audit is not None:
+                self._audit.router.heard(ready)
             self.flush()

@@ -16,7 +16,7 @@ from engine.runners.arithmetic import ArithmeticRunner
 from engine.runners.arithmetic_model import expected_tokens
 from kv_transfer.config import TransferConfig
 from protocol.errors import RequestError
-from protocol.messages import RequestKey, SamplingParams, TokenLogprobs
+from protocol.messages import SamplingParams, TokenLogprobs
 from router.admission import ClientRequest
 from router.config import RouterConfig
 from router.policy import POLICIES, Disaggregation
@@ -155,22 +155,6 @@ class Scenario:
         """True if some prompts are too long for a decode engine alone."""
         prefill, decode = self.prefill, self.decode
         return prefill.max_prompt_tokens(prefill.num_blocks) > decode.max_prompt_tokens(decode.num_blocks)
-
-
-class HalfRight:
-    """Drafts for answers that never repeat themselves: each is the right next token or, with probability
-    1/2, a wrong one.
-    """
-
-    def __init__(self, seed: int, clients: dict[str, Client]) -> None:
-        self._clients = clients
-        self._random = random.Random(f"guesses {seed}")
-
-    def propose(self, key: RequestKey, token_ids: np.ndarray, max_num_drafts: int) -> list[int]:
-        request = self._clients[key.request_id].request
-        num_prompt, seed = len(request.prompt_token_ids), request.sampling.seed or 0
-        answer = expected_tokens(token_ids[:num_prompt], len(token_ids) - num_prompt + max_num_drafts, seed=seed)
-        return [token + (self._random.random() < 0.5) for token in answer[len(token_ids) - num_prompt :]]
 
 
 def drawn(

@@ -145,7 +145,5 @@ def _lock(fd: int, number: int, kind: int) -> None:
 
 def _map_channel(fd: int, first_offset: int, number: int, num_bytes: int) -> npt.NDArray[np.uint8]:
     """The channel is writable; all other channels stay out of reach."""
-    memory = mmap.mmap(
-        fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, offset=first_offset + number * num_bytes
-    )
+    memory = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED, offset=first_offset + number * num_bytes)
     return np.frombuffer(memory, np.uint8)

@@ -9,7 +9,7 @@ import pytest
 from kv_transfer import connecting
 from kv_transfer.connecting import ThreadConnection, ThreadConnector
 from kv_transfer.transport import Endpoint, Peer, Pending
-from protocol.errors import LayoutMismatch, PullFailed
+from protocol.errors import LayoutMismatch, PullFailed, TransferError
 from tests.hang import HANG_S
 from tests.kv_transfer.processes import Ends
 
@@ -94,26 +94,32 @@ def test_a_peer_is_opened_and_closed_by_a_thread_of_its_own(
     assert connection.has_ended(HANG_S)
     assert transport.acts == ["open", "close"]
     assert len({thread for _, thread in transport.said} | {threading.get_ident()}) == 2
+    with pytest.raises(PullFailed, match="not open"):
+        connection.peer()  # it is not kept, nor what it had mapped
     connector.close()
 
 
 @pytest.mark.parametrize(
-    ("error", "seen"),
+    ("error", "seen", "text"),
     [
-        (PullFailed("gone"), pytest.raises(PullFailed, match="gone")),
-        (LayoutMismatch("8, 16"), pytest.raises(LayoutMismatch, match="8, 16")),
-        (OSError("an alien"), pytest.raises(PullFailed, match="OSError: an alien")),
+        (PullFailed("gone"), PullFailed, "gone"),
+        (LayoutMismatch("8, 16"), LayoutMismatch, "8, 16"),
+        (OSError("an alien"), PullFailed, "OSError: an alien"),
     ],
-    ids=lambda value: type(value).__name__,
 )
 def test_every_failure_is_an_end(
-    connector: ThreadConnector, transport: SomeTransport, ends: Ends, error: Exception, seen: object
+    connector: ThreadConnector,
+    transport: SomeTransport,
+    ends: Ends,
+    error: Exception,
+    seen: type[TransferError],
+    text: str,
 ) -> None:
     transport.error = error
     connection = connector.connect(OPENS)
     ends.wait()
     assert connection.poll()
-    with seen:  # type: ignore[attr-defined]
+    with pytest.raises(seen, match=text):
         connection.peer()
     assert connection.has_ended(HANG_S)
     connector.close()

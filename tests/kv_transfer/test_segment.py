@@ -1,9 +1,11 @@
 """Shared memory files: capacity, ownership, stale ones."""
 
 import errno
+import mmap
 import os
 import uuid
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,6 +34,23 @@ def test_a_new_segment_is_zero_aligned_and_complete(name: str) -> None:
     stat = segment.path.stat()
     assert stat.st_blocks * 512 >= stat.st_size
     segment.close()
+    segment.close()
+
+
+def test_opening_maps_no_pages_under_the_interpreters_lock(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It happens beside a loop of the same process."""
+    segment = create(name)
+    flags: list[int] = []
+    map_file = mmap.mmap
+
+    def watched(*arguments: Any, **options: Any) -> mmap.mmap:
+        flags.append(options["flags"])
+        return map_file(*arguments, **options)
+
+    monkeypatch.setattr(mmap, "mmap", watched)
+    opened = SharedSegment.open(segment.path, segment.nonce)
+    assert flags == [mmap.MAP_SHARED] and np.array_equal(opened.cache, segment.cache)
+    opened.close()
     segment.close()
 
 

@@ -24,7 +24,7 @@ Patch = Callable[[pytest.MonkeyPatch], None]
         (engine_bugs.offer_to_a_replica_that_was_replaced, ":"),
         (router_bugs.counter_not_decremented_on_reject, "I5"),
         (engine_bugs.deadline_only_checked_when_busy, ":"),
-        (router_bugs.retry_after_the_terminal_event, "I13"),
+        (router_bugs.retry_after_the_terminal_event, "I10|I13"),
         (router_bugs.deadline_not_kept_in_the_routers_queue, "I4"),
         (engine_bugs.lease_ended_without_an_answer, "I6"),
         (engine_bugs.refused_after_it_was_consumed, "I6"),

@@ -108,9 +108,10 @@ def name() -> Iterator[str]:
         yield name
 
 
-def test_the_gpu_is_current_wherever_nixl_is_called(fake_nixl: FakeNIXL, name: str) -> None:
-    """Opening, proving, pulling, reading the word and closing happen in three threads."""
-    with ExitStack() as resources:
+class World:
+    """An exporter and an importer in this process, each with a GPU of its own. The importer calls NIXL from now on."""
+
+    def __init__(self, fake_nixl: FakeNIXL, name: str, resources: ExitStack) -> None:
         there, here = FakeDevice(f"{name}-there"), FakeDevice(f"{name}-here")
         segment = SharedSegment.create(f"{name}-words", block_bytes=BLOCK_BYTES, num_blocks=0, num_words=2)
         resources.callback(segment.close)
@@ -119,27 +120,67 @@ def test_the_gpu_is_current_wherever_nixl_is_called(fake_nixl: FakeNIXL, name: s
         resources.callback(pool.close)
         pool.cache.tensor[:] = content(NUM_BLOCKS, BLOCK_BYTES)
         LeaseTable(segment.words, epoch=1).write(1, 5)
-        endpoint = nixl.export(ExportedCache(cache=pool.cache, segment=segment, num_peers=1), resources)
+        self.endpoint = nixl.export(ExportedCache(cache=pool.cache, segment=segment, num_peers=1), resources)
         pointer = here.allocate(NUM_BLOCKS * BLOCK_BYTES)
         resources.callback(here.free, pointer)
-        tensor = here.tensor(pointer, NUM_BLOCKS, BLOCK_BYTES)
+        self.tensor = here.tensor(pointer, NUM_BLOCKS, BLOCK_BYTES)
         fake_nixl.device = here
         resources.callback(setattr, fake_nixl, "device", there)
-        ends = Ends()
-        transport = nixl.import_into(KVCache(pointer, NUM_BLOCKS, BLOCK_BYTES, tensor, here), ends)
-        connector = ThreadConnector(transport, ends)
-        fake_nixl.threads.clear()
-        connection = connector.connect(endpoint)
-        ends.wait()
-        with ThreadPoolExecutor(1) as engine:
-            assert ends.of(connection.peer().pull([3], [5])) == ""
-            assert np.array_equal(tensor[5], content(NUM_BLOCKS, BLOCK_BYTES)[3])
-            assert engine.submit(connection.peer().read_word, 1).result(HANG_S) == 5
-        connection.close()
-        assert connection.has_ended(HANG_S)
-        assert len(fake_nixl.threads - {threading.get_ident()}) == 3
-        assert fake_nixl.agents == set()
-        connector.close()
+        self.ends = Ends()
+        transport = nixl.import_into(KVCache(pointer, NUM_BLOCKS, BLOCK_BYTES, self.tensor, here), self.ends)
+        self.connector = ThreadConnector(transport, self.ends)
+        resources.callback(self.connector.close)
+
+
+@pytest.fixture
+def world(fake_nixl: FakeNIXL, name: str) -> Iterator[World]:
+    with ExitStack() as resources:
+        yield World(fake_nixl, name, resources)
+
+
+def test_the_gpu_is_current_wherever_nixl_is_called(fake_nixl: FakeNIXL, world: World) -> None:
+    """Opening and closing, pulling, and reading the word happen in three threads."""
+    fake_nixl.threads.clear()
+    connection = world.connector.connect(world.endpoint)
+    world.ends.wait()
+    with ThreadPoolExecutor(1) as engine:
+        assert world.ends.of(connection.peer().pull([3], [5])) == ""
+        assert np.array_equal(world.tensor[5], content(NUM_BLOCKS, BLOCK_BYTES)[3])
+        assert engine.submit(connection.peer().read_word, 1).result(HANG_S) == 5
+    connection.close()
+    assert connection.has_ended(HANG_S)
+    assert len(fake_nixl.threads - {threading.get_ident()}) == 3
+    assert fake_nixl.agents == set()
+
+
+def test_an_engine_that_is_opened_again_while_it_is_closed_stays_known(
+    fake_nixl: FakeNIXL, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removing, added, go_on = threading.Event(), threading.Event(), threading.Event()
+    remove, add = FakeAgent.remove_remote_agent, FakeAgent.add_remote_agent
+
+    def remove_slowly(self: FakeAgent, name: str) -> None:
+        removing.set()
+        assert go_on.wait(HANG_S)
+        remove(self, name)
+
+    def add_and_say(self: FakeAgent, metadata: bytes) -> str:
+        name = add(self, metadata)
+        added.set()
+        return name
+
+    old = world.connector.connect(world.endpoint)
+    world.ends.wait()
+    monkeypatch.setattr(FakeAgent, "remove_remote_agent", remove_slowly)
+    monkeypatch.setattr(FakeAgent, "add_remote_agent", add_and_say)
+    old.close()
+    assert removing.wait(HANG_S)
+    new = world.connector.connect(world.endpoint)
+    assert not added.wait(0.1)
+    go_on.set()
+    world.ends.wait()
+    assert old.has_ended(HANG_S) and len(fake_nixl.agents) == 1
+    assert world.ends.of(new.peer().pull([3], [5])) == ""
 
 
 def test_a_call_from_an_unbound_thread_would_be_found(fake_nixl: FakeNIXL, name: str) -> None:

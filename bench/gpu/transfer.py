@@ -6,10 +6,11 @@ import logging
 import queue
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from statistics import median
 
+import numpy as np
 import torch
 
 from bench.gpu.device_exports import as_tensor, importing, open_device
@@ -20,6 +21,7 @@ from kv_transfer.device.device import Device
 from kv_transfer.device.device_pool import DevicePool, DeviceStream
 from kv_transfer.segment import NONCE_BYTES
 from kv_transfer.transport import Peer
+from protocol.arrays import Int64
 
 NUM_REPEATS = 5
 MAX_BLOCKS = 16384
@@ -89,7 +91,7 @@ def run(setting: Setting, gpu: int) -> Iterator[Item]:
                 if not equal:
                     yield Problem(f"{kind}, blocks of {block_bytes} bytes: not the bytes of the peer")
         if not gpu:
-            yield _single_copies(setting, device, sizes)
+            yield _copies(setting, device, sizes)
         yield from _auto(setting, exporter, device, cache_bytes // sizes[-1], sizes[-1])
     columns = (
         Column("transport"),
@@ -110,30 +112,50 @@ def run(setting: Setting, gpu: int) -> Iterator[Item]:
     )
 
 
-def _single_copies(setting: Setting, device: Device, sizes: Sequence[int]) -> Table:
-    """What copies within the importer's GPU take that are started by one call each."""
+def _copies(setting: Setting, device: Device, sizes: Sequence[int]) -> Table:
+    """What copies within the importer's GPU take: started by a call each, and all by one call where the driver has
+    batches.
+    """
     num_copies = setting.size(256, 2)
     rows: list[tuple[Cell, ...]] = []
     for num_bytes in sizes:
         pool = DevicePool(device, bytes(NONCE_BYTES), num_blocks=2 * num_copies, block_bytes=num_bytes)
-        src, dst = pool.cache.pointer, pool.cache.pointer + num_copies * num_bytes
-        calls, wholes = [], []
+        srcs = pool.cache.pointer + num_bytes * np.arange(num_copies, dtype=np.int64)
+        dsts = srcs + num_copies * num_bytes
+
+        def one_by_one(stream: DeviceStream, srcs: Int64 = srcs, dsts: Int64 = dsts, size: int = num_bytes) -> None:
+            for dst, src in zip(dsts.tolist(), srcs.tolist(), strict=True):
+                stream.copy(dst, src, size)
+
+        def at_once(stream: DeviceStream, srcs: Int64 = srcs, dsts: Int64 = dsts, size: int = num_bytes) -> None:
+            stream.copy_many(dsts, srcs, np.full_like(srcs, size))
+
         with DeviceStream(device) as stream:
-            for _ in range(NUM_REPEATS):
-                started = time.perf_counter()
-                for offset in range(0, num_copies * num_bytes, num_bytes):
-                    stream.copy(dst + offset, src + offset, num_bytes)
-                calls.append((time.perf_counter() - started) / num_copies)
-                stream.drain()
-                wholes.append(time.perf_counter() - started)
+            ways = [_start_and_end(stream, start) for start in (one_by_one, at_once)]
         pool.close()
-        rows.append((num_bytes >> 10, median(calls) * 1e6, num_copies * num_bytes / 1e9 / median(wholes)))
+        gigabytes = num_copies * num_bytes / 1e9
+        times = [(begun / num_copies * 1e6, gigabytes / ended) for begun, ended in ways]
+        rows.append((num_bytes >> 10, *times[0], *times[1]))
     columns = (
         Column("copy", "KiB"),
-        Column("starting one", "us", measured=True),
-        Column("speed of all", "GB/s", measured=True),
+        Column("a call each, starting one", "us", measured=True),
+        Column("a call each, speed", "GB/s", measured=True),
+        Column("one call, starting one", "us", measured=True),
+        Column("one call, speed", "GB/s", measured=True),
     )
-    return Table(f"{num_copies} copies within one GPU, a call for each", columns, rows)
+    return Table(f"{num_copies} copies within one GPU", columns, rows)
+
+
+def _start_and_end(stream: DeviceStream, start: Callable[[DeviceStream], None]) -> tuple[float, float]:
+    """Medians of the seconds until all copies have started, and until they have ended."""
+    begun, ended = [], []
+    for _ in range(NUM_REPEATS):
+        started = time.perf_counter()
+        start(stream)
+        begun.append(time.perf_counter() - started)
+        stream.drain()
+        ended.append(time.perf_counter() - started)
+    return median(begun), median(ended)
 
 
 def _auto(setting: Setting, exporter: Exporter, device: Device, num_blocks: int, block_bytes: int) -> Iterator[Item]:

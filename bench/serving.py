@@ -3,19 +3,23 @@
 
     python -m bench.serving [--json] [--model DIR]
 
-Every row is measured in this run. Output tok/s counts the whole load. Percentiles of TTFT and of inter-token latency
-are those that a client sees. Handoff time lies between prefill's last commit and decode's first step, messages
-included; `bytes` is the share of it that pulls took.
+Every row is measured in this run, which takes 2 to 6 minutes: sizes that take transformers longer than a minute are
+left out. Output tok/s counts the whole load. Percentiles of TTFT and of inter-token latency are those that a client
+sees. Handoff time lies between prefill's last commit and decode's first step, messages included; `bytes` is the share
+of it that pulls took.
 """
 
 import argparse
 import asyncio
 import json
+import math
 import os
+import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +32,9 @@ from cluster.serve import Deployment
 from twopass.client import AsyncClient, Timing
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 64
-BATCHES = (8, 32)
+BATCHES = (1, 8, 32)
+LIMIT_S = 60.0
+"""Sizes that take transformers longer are left out for all."""
 IDLE_S = 5.0
 PEER = "transformers generate"
 HANDOFF_STAGES = ("reserve_wait", "transfer", "decode_queue", "messages")
@@ -37,18 +43,16 @@ TRANSFORMERS = """
 import sys, time, torch
 from transformers import AutoModelForCausalLM
 torch.set_num_threads(2)
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16)
-batch, prompt, output = map(int, sys.argv[2:5])
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=getattr(torch, sys.argv[2]))
 torch.manual_seed(0)
-ids = torch.randint(100, 40000, (batch, prompt))
-def run(n):
-    return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, min_new_tokens=n, do_sample=False,
-    pad_token_id=2)
-with torch.inference_mode():
-    run(4)
-    started = time.perf_counter()
-    run(output)
-print(batch * output / (time.perf_counter() - started))
+for line in sys.stdin:
+    batch, prompt, output = map(int, line.split())
+    ids = torch.randint(100, 40000, (batch, prompt))
+    with torch.inference_mode():
+        started = time.perf_counter()
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=output, min_new_tokens=output,
+            do_sample=False, pad_token_id=2)
+        print(time.perf_counter() - started, flush=True)
 """
 
 LINEARS = """
@@ -94,11 +98,59 @@ class Row:
     """Seconds in the scheduler divided by seconds of steps, over all engines of the deployment."""
 
 
-def transformers_row(model_dir: Path, batch: int) -> Row:
-    """Measures transformers in a process of its own: a static batch, greedy, bfloat16, 2 threads."""
-    command = [sys.executable, "-c", TRANSFORMERS, str(model_dir), str(batch), str(PROMPT_TOKENS), str(OUTPUT_TOKENS)]
-    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return Row(PEER, batch, float(output.split()[-1]))
+class Transformers:
+    """transformers' `generate` in a process of its own: static batches, greedy, 2 threads."""
+
+    def __init__(self, model_dir: Path, dtype: str) -> None:
+        command = [sys.executable, "-c", TRANSFORMERS, str(model_dir), dtype]
+        self.dtype = dtype
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+
+    def seconds(self, batch: int, num_tokens: int) -> float:
+        """Of answers of `num_tokens` each to `batch` prompts; infinity once that has taken longer than LIMIT_S, or the
+        process has died.
+        """
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        if process.poll() is not None:
+            return math.inf
+        process.stdin.write(f"{batch} {PROMPT_TOKENS} {num_tokens}\n")
+        process.stdin.flush()
+        ended = select.select([process.stdout], [], [], LIMIT_S)[0]
+        line = process.stdout.readline() if ended else ""
+        if not line:
+            self.close()
+            return math.inf
+        return float(line)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+def transformers_rows(model_dir: Path, note: Callable[[str], None]) -> list[Row]:
+    """A row for each size, in the dtype that was faster at answers of 4 tokens. Ends with the first size that takes
+    longer than LIMIT_S.
+    """
+    rows: list[Row] = []
+    with ExitStack() as stack:
+        peers = [Transformers(model_dir, dtype) for dtype in ("bfloat16", "float32")]
+        for peer in peers:
+            stack.callback(peer.close)
+            peer.seconds(1, 4)  # loads the model and warms up
+        for batch in BATCHES:
+            probes = {peer: peer.seconds(batch, 4) for peer in peers}
+            best = min(probes, key=probes.__getitem__)
+            told = ", ".join(f"{peer.dtype} {probe:.1f} s" for peer, probe in probes.items())
+            note(f"transformers, {batch} requests: {told} for 4 tokens")
+            seconds = best.seconds(batch, OUTPUT_TOKENS) if math.isfinite(probes[best]) else math.inf
+            if not math.isfinite(seconds):
+                note(f"transformers, {batch} requests: more than {LIMIT_S:g} s; this size and larger ones are left out")
+                break
+            rows.append(Row(f"{PEER}, {best.dtype}", batch, batch * OUTPUT_TOKENS / seconds))
+    return rows
 
 
 def linears_row(model_dir: Path, batch: int) -> Row:
@@ -144,7 +196,13 @@ def _counted(deployment: Deployment) -> dict[str, float]:
 
 
 def serving_rows(
-    name: str, model_dir: Path, prefill: int, decode: int, threads: int, note: Callable[[str], None]
+    name: str,
+    model_dir: Path,
+    prefill: int,
+    decode: int,
+    threads: int,
+    sizes: Sequence[int],
+    note: Callable[[str], None],
 ) -> tuple[list[Row], float]:
     """Rows of one deployment, and the share of a core that each of its engines takes when idle."""
     pool = {
@@ -165,7 +223,8 @@ def serving_rows(
     rows = []
     with Deployment(config, note) as deployment:
         asyncio.run(_load(deployment.port, 8, seed=1))  # warms up memory and caches
-        for batch in BATCHES:
+        for batch in sizes:
+            note(f"{name}, {batch} requests")
             before = _counted(deployment)
             seconds, answers = asyncio.run(_load(deployment.port, batch, seed=2 + batch))
             spent = {key: value - before.get(key, 0.0) for key, value in _counted(deployment).items()}
@@ -206,16 +265,11 @@ def _cpu_s(pid: int) -> float:
 
 def run(model_dir: Path, note: Callable[[str], None]) -> dict[str, Any]:
     """Measures all rows, and their ratios to transformers at the same number of requests."""
-    rows = []
-    for batch in BATCHES:
-        note(f"transformers, {batch} requests")
-        rows.append(transformers_row(model_dir, batch))
-        rows.append(linears_row(model_dir, batch))
-    peers = {row.num_requests: row.output_tokens_per_s for row in rows if row.system == PEER}
-    note("colocated, 2 threads")
-    colocated, idle_colocated = serving_rows("colocated, 2 threads", model_dir, 0, 1, 2, note)
-    note("1 prefill + 1 decode, 1 thread each")
-    split, idle_split = serving_rows("1P1D, 1 + 1 threads", model_dir, 1, 1, 1, note)
+    rows = transformers_rows(model_dir, note)
+    peers = {row.num_requests: row.output_tokens_per_s for row in rows}
+    rows += [linears_row(model_dir, batch) for batch in peers]
+    colocated, idle_colocated = serving_rows("colocated, 2 threads", model_dir, 0, 1, 2, tuple(peers), note)
+    split, idle_split = serving_rows("1P1D, 1 + 1 threads", model_dir, 1, 1, 1, tuple(peers), note)
     rows += colocated + split
     return {
         "load": {"prompt_tokens": PROMPT_TOKENS, "output_tokens": OUTPUT_TOKENS, "dtype": "bfloat16"},
@@ -227,7 +281,7 @@ def run(model_dir: Path, note: Callable[[str], None]) -> dict[str, Any]:
 def table(result: dict[str, Any]) -> str:
     """The result as text: one line per row, with a dash where a figure does not apply."""
     heads = ("system", "reqs", "tok/s", "ratio", "TTFT p50/p99 ms", "ITL p50/p99 ms", "handoff ms", "bytes", "sched")
-    widths = (24, 5, 7, 6, 17, 16, 11, 6, 6)
+    widths = (33, 5, 7, 6, 17, 16, 11, 6, 6)
 
     def pair(row: dict[str, Any], name: str) -> str:
         return "-" if row[f"{name}_p50_ms"] is None else f"{row[f'{name}_p50_ms']:.1f} / {row[f'{name}_p99_ms']:.1f}"

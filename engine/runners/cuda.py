@@ -19,12 +19,13 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from engine.kernels.attention_work import Work, attention_work
 from engine.kernels.launch import require_device
-from engine.kernels.paged_attention import HEAD_DIMS, num_splits
+from engine.kernels.paged_attention import HEAD_DIMS, Launch, attention_grids
 from engine.models.decoder import Decoder, float32_logits, forward
 from engine.runner import Batch, StepOutput
 from engine.runners.cuda_copies import DeviceEvent, SwapCopies, fetch, upload
-from engine.runners.cuda_graphs import TOKEN_IDS, DecodeGraphs, packed_decodes
+from engine.runners.cuda_graphs import TOKEN_IDS, DecodeGraphs, packed_decodes, step_rows
 from engine.runners.cuda_ops import CUDAOps, DeviceStep
 from engine.runners.cuda_sampling import (
     NO_SAMPLING_METADATA,
@@ -41,6 +42,8 @@ from engine.sampling import Contexts
 from protocol.errors import CapacityError, ConfigError
 
 Tensors = dict[str, torch.Tensor]
+Works = dict[int, list[Work]]
+"""Attention's launches of a step, by window."""
 
 
 def block_bytes(model: Decoder, block_size: int) -> int:
@@ -119,9 +122,12 @@ class CUDARunner:
             )
         self.model, self.block_size, self.device = model, block_size, cache.device
         self.cache = cache.view(model.dtype).view(-1, *_block_shape(model, block_size))
-        self.num_sms = (
+        num_sms = (
             torch.cuda.get_device_properties(self.device).multi_processor_count if self.device.type == "cuda" else 1
         )
+        config = model.config
+        self._windows = tuple(sorted({layer.attention.window for layer in model.layers}))
+        self._grids = attention_grids(config.num_heads, config.num_kv_heads, config.head_dim, model.dtype, num_sms)
         self._copies = SwapCopies(cache.view(-1, size), num_host_blocks)
         self._last = torch.zeros(0, dtype=torch.int32, device=self.device)
         """[num_rows] the newest token of every row, for batches in which it is still pending; not kept with drafts,
@@ -132,7 +138,8 @@ class CUDARunner:
                 self._forward,
                 graph_sizes,
                 max_blocks=-(-max_model_len // block_size),
-                num_splits=lambda num_decodes: self._num_splits(num_decodes, max_model_len),
+                windows=self._windows,
+                grid=self._grids[0],
                 device=self.device,
             )
 
@@ -157,13 +164,14 @@ class CUDARunner:
         plan = plan_step(batch, self.block_size)
         size = self._graphs.size_for(len(batch.rows)) if int(batch.num_scheduled.max()) == 1 else None
         metadata = _sampling_metadata(plan, batch, self.model.config.vocab_size)
-        sent = upload(_step_arrays(plan, batch, size) | metadata.arrays, self.device)
+        works = {window: attention_work(self._grids, plan.starts, plan.contexts, window) for window in self._windows}
+        sent = upload(_step_arrays(plan, batch, size, works) | metadata.arrays, self.device)
         if size is not None:
-            sent["token_ids"] = sent["packed"][TOKEN_IDS]
+            sent["token_ids"] = step_rows(sent["packed"], size)[TOKEN_IDS]
         if batch.pending is not None:
             newest = self._last.index_select(0, sent["pending_rows"])
             sent["token_ids"].index_copy_(0, sent["pending_tokens"], newest)
-        x = self._computed(plan, sent, size)
+        x = self._computed(plan, sent, size, works)
         if x is None:
             return lambda: accept(plan, np.zeros(0, np.int32), {})
         last = sent["token_ids"].index_select(0, sent["sampled_tokens"])
@@ -173,7 +181,7 @@ class CUDARunner:
         tokens, told = fetch(chosen), [fetch(tensor) for tensor in logprobs or ()]
         return lambda: accept(plan, tokens, reports(metadata, *told) if told else {})
 
-    def _computed(self, plan: StepPlan, sent: Tensors, size: int | None) -> torch.Tensor | None:
+    def _computed(self, plan: StepPlan, sent: Tensors, size: int | None, works: Works) -> torch.Tensor | None:
         """What goes into the head: [L, hidden]; None if L is 0."""
         num_sampled, num_tokens = len(plan.sampled_tokens), len(plan.token_ids)
         if size is not None:
@@ -181,7 +189,6 @@ class CUDARunner:
             if num_sampled < num_tokens:
                 x = x.index_select(0, sent["sampled_tokens"])
             return x if num_sampled else None
-        max_num_queries = int(np.diff(plan.starts).max())
         step = DeviceStep(
             token_ids=sent["token_ids"],
             positions=sent["positions"],
@@ -190,24 +197,30 @@ class CUDARunner:
             contexts=sent["contexts"],
             block_tables=sent["block_tables"],
             kept=None if num_sampled == num_tokens else sent["sampled_tokens"],
-            max_num_queries=max_num_queries,
-            num_splits=self._num_splits(len(plan.contexts), int(plan.contexts.max())) if max_num_queries == 1 else 1,
+            launches={
+                window: [Launch(work.grid, sent[_name(window, work)], work.num_merges) for work in launches]
+                for window, launches in works.items()
+            },
         )
         return self._forward(step)
 
     def _forward(self, step: DeviceStep) -> torch.Tensor | None:
         return forward(self.model, CUDAOps(self.model, self.cache, step), step.token_ids, step.kept)
 
-    def _num_splits(self, num_decodes: int, max_context: int) -> int:
-        return num_splits(num_decodes, self.model.config.num_kv_heads, max_context, self.num_sms)
+
+def _name(window: int, work: Work) -> str:
+    return f"work of window {window}, {work.grid.queries} queries"
 
 
-def _step_arrays(plan: StepPlan, batch: Batch, size: int | None) -> Arrays:
-    """The step's numbers; `token_ids` and the rest of T in one array `packed` where it is padded up to `size`."""
+def _step_arrays(plan: StepPlan, batch: Batch, size: int | None, works: Works) -> Arrays:
+    """The step's numbers; `token_ids` and the rest of T, and attention's work, in one array `packed` where it is padded
+    up to `size`.
+    """
     arrays: Arrays = {"sampled_tokens": plan.sampled_tokens.astype(np.int32), "block_tables": plan.block_tables}
     if size is not None:
-        arrays["packed"] = packed_decodes(plan, size)
+        arrays["packed"] = packed_decodes(plan, size, list(works.values()))
     else:
+        arrays |= {_name(window, work): work.array for window, launches in works.items() for work in launches}
         arrays |= {
             name: getattr(plan, name).astype(np.int32)
             for name in ("token_ids", "positions", "slots", "starts", "contexts")

@@ -4,8 +4,8 @@ over the batch.
 A launch has a fixed number of programs for each KV head, and the list is the same for all heads. Tiles of queries lie
 end to end on a line. Each is as long as the keys that it sees, in tiles of keys, and `ITEM_TILES` more. Equal pieces of
 the line go to the programs, so a long tile is cut between several of them, and each of those writes a part that a merge
-adds up. The idea is that of Osama et al., "Stream-K" (2023). Programs bring at most two parts each, hence neither the
-grid nor the workspace depends on the batch.
+adds up. The idea is that of Osama et al., "Stream-K" (2023). A program has at most two parts, so the workspace depends
+on the grid and not on the batch. The same batch is always cut in the same way, padded or not.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,7 +23,9 @@ ITEM_FIELDS = 5
 MERGE_FIELDS = 4
 """Sequence, first query, first part, number of parts; 0 for the number: there is nothing to merge."""
 ITEM_TILES = 1
-"""What an item costs before its first keys arrive, in tiles of keys."""
+"""What an item costs before its first keys arrive, in tiles of keys: it waits for a few loads one after another, which
+is about what a program takes to read a tile of keys while all others read.
+"""
 SLACK = 32
 """Cuts are spared where that moves less than this part of a program's share."""
 MIN_KEYS = 256
@@ -157,8 +159,8 @@ def views(grid: Grid, array: Int32) -> tuple[Int32, Int32, Int32]:
 
 
 def program_loads(work: Work) -> Int64:
-    """[num_programs] what each program of a KV head has to do: rows times keys, items' starts included, in tiles of
-    keys times queries.
+    """[num_programs] what each program of a KV head has to do: queries times keys in whole tiles, the starts of its
+    items included.
     """
     runs, _, items = views(work.grid, work.array)
     tiles = ITEM_TILES + (items[:, 3] - items[:, 2] + work.grid.block_kv - 1) // work.grid.block_kv

@@ -8,8 +8,8 @@ in base 2, all sums in float32.
 
 Sequences are sorted by the lowest tile that holds all their queries, and each height is a launch of its own over its
 own items: decodes of a mixed batch get tiles of 16 rows whatever the others bring. In one launch with prompts they
-would have the registers and the shared memory of a prompt's tile, one program of an SM where two fit, and reading waits
-for more programs. What two launches cost is one more start, in steps that take milliseconds; both end evenly.
+would have the registers and the shared memory of a prompt's tile, which leave room for one program of an SM where two
+of their own fit. A second launch costs one more start, and neither ends in a long tail.
 
 Where a tile's keys are cut between programs, `merge_kernel` adds up what they found; the arithmetic is that of Dao et
 al., "Flash-Decoding" (2023): each part is a softmax of its own, weighed by its sum relative to the highest score of
@@ -58,10 +58,10 @@ class Tile(NamedTuple):
 
 
 # For decodes, drafts, prompts. Chosen for no spills at head_dim 128, and few, because each is compiled. A decode waits
-# for memory: two programs of an SM, also on one with 164 KB of shared memory, and two tiles of keys and values (64 KB)
-# under way in each. A prompt tile of 128 rows fills two warpgroups of tensor cores and the registers of an SM. Triton
-# shares the stages between the loads of block ids and those that need them: 5 keep two tiles under way. float32 exists
-# for comparisons; its products run on ordinary cores and want few registers.
+# for memory: two programs of an SM, and two tiles of keys and values (64 KB) under way in each. A prompt tile of 128
+# rows fills two warpgroups of tensor cores and the registers of an SM. Triton shares the stages between the loads of
+# block ids and those that need them: 5 keep two tiles under way. float32 exists for comparisons; its products run on
+# ordinary cores and want few registers.
 NARROW = (
     Tile(rows=16, block_kv=64, num_warps=4, num_stages=5, programs_per_sm=2),  # fewer are none to a tensor core
     Tile(rows=32, block_kv=64, num_warps=4, num_stages=5, programs_per_sm=2),
@@ -343,8 +343,8 @@ def merge_kernel(
     GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, ROWS: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Program (kv_head and piece, merge): ROWS rows of a cut tile, of which there are the first program_id's number
-    over `num_kv_heads` times as many.
+    """Program (kv_head and piece, merge): the parts of ROWS rows of a cut tile. The grid has as many pieces for each of
+    `num_kv_heads` as a tile has.
     """
     merge = work + 1 + num_programs + tl.program_id(1) * MERGE
     num_parts = tl.load(merge + 3)

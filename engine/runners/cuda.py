@@ -21,7 +21,7 @@ import torch
 
 from engine.kernels.attention_work import Work, attention_work
 from engine.kernels.launch import require_device
-from engine.kernels.paged_attention import HEAD_DIMS, Launch, attention_grids
+from engine.kernels.paged_attention import HEAD_DIMS, Launch, attention_grids, make_workspace
 from engine.models.decoder import Decoder, float32_logits, forward
 from engine.runner import Batch, StepOutput
 from engine.runners.cuda_copies import DeviceEvent, SwapCopies, fetch, upload
@@ -126,8 +126,10 @@ class CUDARunner:
             torch.cuda.get_device_properties(self.device).multi_processor_count if self.device.type == "cuda" else 1
         )
         config = model.config
+        heads = config.num_heads, config.num_kv_heads, config.head_dim
         self._windows = tuple(sorted({layer.attention.window for layer in model.layers}))
-        self._grids = attention_grids(config.num_heads, config.num_kv_heads, config.head_dim, model.dtype, num_sms)
+        self._grids = attention_grids(*heads, model.dtype, num_sms)
+        self._workspace = make_workspace(self._grids, *heads, self.device)
         self._copies = SwapCopies(cache.view(-1, size), num_host_blocks)
         self._last = torch.zeros(0, dtype=torch.int32, device=self.device)
         """[num_rows] the newest token of every row, for batches in which it is still pending; not kept with drafts,
@@ -205,7 +207,7 @@ class CUDARunner:
         return self._forward(step)
 
     def _forward(self, step: DeviceStep) -> torch.Tensor | None:
-        return forward(self.model, CUDAOps(self.model, self.cache, step), step.token_ids, step.kept)
+        return forward(self.model, CUDAOps(self.model, self.cache, step, self._workspace), step.token_ids, step.kept)
 
 
 def _name(window: int, work: Work) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.kernels.gated_activation import gated_activation
-from engine.kernels.paged_attention import Launch, make_workspace, paged_attention
+from engine.kernels.paged_attention import Launch, Workspace, paged_attention
 from engine.kernels.rms_norm import add_rms_norm, rms_norm
 from engine.kernels.rope_and_cache import rope_and_cache
 from engine.models.config import Activation
@@ -41,16 +41,16 @@ class DeviceStep:
 
 
 class CUDAOps:
-    """Of one step. `cache`: as in `TorchOps`. Nothing here waits for the device, so that a graph can record it."""
+    """Of one step. `cache`: as in `TorchOps`; `workspace`: attention's, which all steps share in the order of the
+    device's work. Nothing here waits for the device, so that a graph can record it.
+    """
 
-    def __init__(self, model: Decoder, cache: torch.Tensor, step: DeviceStep) -> None:
+    def __init__(self, model: Decoder, cache: torch.Tensor, step: DeviceStep, workspace: Workspace) -> None:
         config, device = model.config, cache.device
-        self._cache, self._step, self._eps = cache, step, config.rms_norm_eps
+        self._cache, self._step, self._workspace, self._eps = cache, step, workspace, config.rms_norm_eps
         self._normed = torch.empty(len(step.token_ids), config.hidden_size, dtype=model.dtype, device=device)
         self._q = self._normed.new_empty(len(step.token_ids), config.num_heads, config.head_dim)
         self._attended = torch.zeros_like(self._q)  # padding rows stay 0
-        grids = {launch.grid for launches in step.launches.values() for launch in launches}
-        self._workspace = make_workspace(grids, config.num_heads, config.num_kv_heads, config.head_dim, device)
 
     def norm(self, h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         x = self._normed[: len(h)]

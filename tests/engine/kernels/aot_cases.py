@@ -1,8 +1,8 @@
 """Launches at production shapes, for `compile_ahead.py`: name -> call with `meta` tensors.
 
 8B: hidden 4096, intermediate 14336, 32 query and 8 key/value heads. 70B: hidden 8192, intermediate 28672, 64 and 8.
-Both: head_dim 128, vocabulary 128256, 32 and 80 layers. Gemma 3 4B and Phi-3-mini have other heads. A kernel whose
-name starts with `attention` must use tensor cores.
+Both: head_dim 128, vocabulary 128256, 32 and 80 layers. Gemma 3 4B, Phi-3-mini and SmolLM2-135M have other
+heads. A kernel whose name starts with `attention` must use tensor cores, except in float32.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,3 +1,8 @@
+"""The walking kernel and its merge against the reference, over batches of every kind.
+
+The file is longer than 300 lines because all its tests lay out a cache and compare in the one way that its head has.
+"""
+
 from typing import Any, NamedTuple
 
 import numpy as np

@@ -148,8 +148,8 @@ def _rope(
 
 
 def _attention_cases(setting: Setting) -> list[Case]:
-    """The cases have prompt chunks and decodes in one launch, decodes alone, split keys, groups of heads of several
-    sizes, and contexts at the edges of blocks and tiles.
+    """The cases have prompt chunks and decodes in one step, decodes alone, a context long enough to be cut between
+    programs, groups of heads of several sizes, and contexts at the edges of blocks and tiles.
     """
     group = {
         4: setting.size(LLAMA_8B, Heads(num_heads=4, num_kv_heads=1, head_dim=128)),
@@ -166,10 +166,10 @@ def _attention_cases(setting: Setting) -> list[Case]:
     decodes = setting.size([1, 15, 16, 17, 63, 64, 65, 257, 1000, 4097], [1, 16, 65])
 
     def attention(
-        heads: Heads, queries: list[int], contexts: list[int], num_splits: int = 1, window: int = 0
+        heads: Heads, queries: list[int], contexts: list[int], window: int = 0
     ) -> Callable[[torch.dtype], list[Pair]]:
         return lambda dtype: _attention(
-            make_paged(setting, heads, queries, contexts, dtype, num_layers=2), num_splits, window
+            make_paged(setting, heads, queries, contexts, dtype, num_layers=2, window=window)
         )
 
     ones = [1] * len(decodes)
@@ -183,24 +183,28 @@ def _attention_cases(setting: Setting) -> list[Case]:
             cases.append(
                 Case("paged_attention", f"chunks and decodes, {name}", attention(heads, *mixed), every_dtype=size == 4)
             )
-    cases.append(Case("paged_attention", "decodes, 5 splits", attention(group[4], ones, decodes, num_splits=5)))
+    skewed = setting.size([16500, *decodes], [800, *decodes])
+    cases.append(
+        Case("paged_attention", f"a decode of {skewed[0]} among short", attention(group[4], [1, *ones], skewed))
+    )
+    drafts = setting.size([1100, 700, 33], [300, 33, 5])
+    cases.append(Case("paged_attention", "drafts", attention(group[4], [5, 8, 3], drafts)))
     for name, heads in {"group 4": group[4], "Phi-3-mini": PHI_MINI, "Gemma 3": GEMMA}.items():
         for window in (0, 64) if heads.head_dim != 128 else (64,):
             seen = f"{name}, window {window}" if window else name
             cases += [
                 Case("paged_attention", f"decodes, {seen}", attention(heads, ones, decodes, window=window), False),
-                Case("paged_attention", f"5 splits, {seen}", attention(heads, ones, decodes, 5, window), False),
                 Case("paged_attention", f"chunks and decodes, {seen}", attention(heads, *mixed, window=window), False),
             ]
     return cases
 
 
-def _attention(paged: Paged, num_splits: int, window: int) -> list[Pair]:
-    paged.run(layer=1, num_splits=num_splits, workspace=paged.workspace(num_splits), window=window)
+def _attention(paged: Paged) -> list[Pair]:
+    paged.run(layer=1)
     expected = torch.full_like(paged.out, torch.nan)
     reference.paged_attention(
         paged.q, paged.cache, 1, paged.block_tables, paged.starts, paged.lengths, expected,
-        scale=paged.heads.head_dim**-0.5, max_num_queries=max(paged.queries), window=window,
+        scale=paged.heads.head_dim**-0.5, window=paged.window,
     )  # fmt: skip
     return [(paged.out, expected)]
 

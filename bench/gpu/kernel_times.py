@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -13,7 +14,20 @@ from bench.gpu.paged import LLAMA_8B, Heads, Paged, make_paged
 from bench.gpu.report import Cell, Column, Item, Note, Table
 from bench.gpu.setting import Setting
 from bench.gpu.timing import Floors, Stopwatch, measure_floors
-from engine.kernels import block_copy, gated_activation, paged_attention, rms_norm, rope_and_cache, sampling
+from engine.kernels import block_copy, gated_activation, rms_norm, rope_and_cache, sampling
+from engine.kernels.attention_work import attention_work, load_balance
+from engine.kernels.paged_attention import attention_grids
+
+NUM_SMS = 132
+"""Of an H100 SXM."""
+BATCHES = {
+    "64 decodes x 1024": ([1] * 64, [1024] * 64),
+    "one decode x 32768 among 63 x 1024": ([1] * 64, [32768] + [1024] * 63),
+    "64 decodes x 1024 and a chunk of 2048": ([1] * 64 + [2048], [1024] * 64 + [2048]),
+    "64 decodes x 1024 with 4 drafts": ([5] * 64, [1024] * 64),
+    "prompts of 4096, 1500, 700 and 300": ([4096, 1500, 700, 300], [4096, 1500, 700, 300]),
+}
+"""Queries and contexts of batches over which attention's programs must have equal work."""
 
 
 class Work(NamedTuple):
@@ -43,6 +57,11 @@ def run(setting: Setting) -> Iterator[Item]:
         Column("bytes", "MB"),
         Column("torch SDPA", "us", measured=True),
     )
+    yield Table(
+        f"attention, 8B on {NUM_SMS} multiprocessors: the longest program's work over the mean, by the lists",
+        (Column("batch"), Column("balance")),
+        [(shape, round(balance_of(*batch, NUM_SMS), 3)) for shape, batch in BATCHES.items()],
+    )
     for title, works in (("attention", _attention_works(setting, watch)), ("others", _other_works(setting))):
         yield Table(f"{title}, 8B, {setting.model_dtype}", columns, [_row(work, watch, floors) for work in works])
     yield Note(
@@ -67,26 +86,28 @@ def _row(work: Work, watch: Stopwatch, floors: Floors) -> tuple[Cell, ...]:
 def _attention_works(setting: Setting, watch: Stopwatch) -> Iterator[Work]:
     """Yields one case at a time, so that only one of the caches is in memory."""
     heads = setting.size(LLAMA_8B, Heads(num_heads=4, num_kv_heads=1, head_dim=64))
-    multiprocessors = setting.size(0, 8) or torch.cuda.get_device_properties(0).multi_processor_count
     for batch, context in setting.size(
         ((1, 1024), (8, 1024), (32, 1024), (128, 1024), (64, 4096), (1, 8192), (1, 32768)), ((2, 40),)
     ):
         paged = make_paged(setting, heads, [1] * batch, [context] * batch, setting.model_dtype)
-        most = paged_attention.num_splits(batch, heads.num_kv_heads, context, multiprocessors)
-        for splits in dict.fromkeys((1, most)):
-            yield _attention_work(paged, f"decode {batch} x {context}", splits, partial(_decode_by_torch, paged, watch))
+        yield _attention_work(paged, f"decode {batch} x {context}", partial(_decode_by_torch, paged, watch))
     for length in setting.size((512, 2048, 8192), (20,)):
         paged = make_paged(setting, heads, [length], [length], setting.model_dtype)
-        yield _attention_work(paged, f"prefill {length}", 1, partial(_prefill_by_torch, paged, watch))
-    decodes, chunk, context = setting.size((63, 1024, 1024), (2, 20, 30))
-    paged = make_paged(setting, heads, [1] * decodes + [chunk], [context] * decodes + [chunk], setting.model_dtype)
-    yield _attention_work(paged, f"{decodes} decodes x {context} and a chunk of {chunk}", 1, None)
+        yield _attention_work(paged, f"prefill {length}", partial(_prefill_by_torch, paged, watch))
+    for shape, (queries, contexts) in setting.size(BATCHES, {"skewed": ([1, 1, 20], [300, 20, 30])}).items():
+        paged = make_paged(setting, heads, queries, contexts, setting.model_dtype)
+        yield _attention_work(paged, shape, None)
 
 
-def _attention_work(paged: Paged, shape: str, splits: int, peer: Callable[[], float] | None) -> Work:
-    call = partial(paged.run, num_splits=splits, workspace=paged.workspace(splits))
-    name = f"{shape}, {splits} splits" if splits > 1 else shape
-    return Work("paged_attention", name, call, paged.num_bytes, flops=paged.flops, peer=peer)
+def _attention_work(paged: Paged, shape: str, peer: Callable[[], float] | None) -> Work:
+    return Work("paged_attention", shape, paged.run, paged.num_bytes, flops=paged.flops, peer=peer)
+
+
+def balance_of(queries: list[int], contexts: list[int], num_sms: int) -> float:
+    """The longest program's work over the mean, of attention with 8B's heads over one batch."""
+    heads = LLAMA_8B
+    grids = attention_grids(heads.num_heads, heads.num_kv_heads, heads.head_dim, torch.bfloat16, num_sms)
+    return load_balance(attention_work(grids, np.cumsum([0, *queries]), np.array(contexts)))
 
 
 def _decode_by_torch(paged: Paged, watch: Stopwatch) -> float:

@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from bench.gpu.setting import Setting
-from engine.kernels.paged_attention import paged_attention, workspace_size
+from engine.kernels.attention_work import Grid, attention_work
+from engine.kernels.paged_attention import Launch, Workspace, attention_grids, make_workspace, paged_attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,19 +38,15 @@ class Paged:
     lengths: torch.Tensor
     """int32 [B]: the contexts, on the device."""
     out: torch.Tensor
+    window: int
+    launches: list[Launch]
+    workspace: Workspace
 
-    def run(self, layer: int = 0, num_splits: int = 1, workspace: torch.Tensor | None = None, window: int = 0) -> None:
+    def run(self, layer: int = 0) -> None:
         paged_attention(
             self.q, self.cache, layer, self.block_tables, self.starts, self.lengths, self.out,
-            scale=self.heads.head_dim**-0.5, max_num_queries=max(self.queries), num_splits=num_splits,
-            workspace=workspace, window=window,
+            scale=self.heads.head_dim**-0.5, launches=self.launches, workspace=self.workspace, window=self.window,
         )  # fmt: skip
-
-    def workspace(self, num_splits: int) -> torch.Tensor | None:
-        if num_splits == 1:
-            return None
-        size = workspace_size(len(self.queries), self.heads.num_heads, self.heads.head_dim, num_splits)
-        return torch.empty(size, dtype=torch.float32, device=self.q.device)
 
     @property
     def num_bytes(self) -> int:
@@ -64,21 +62,43 @@ class Paged:
 
 
 def make_paged(
-    setting: Setting, heads: Heads, queries: list[int], contexts: list[int], dtype: torch.dtype, *, num_layers: int = 1
+    setting: Setting,
+    heads: Heads,
+    queries: list[int],
+    contexts: list[int],
+    dtype: torch.dtype,
+    *,
+    num_layers: int = 1,
+    window: int = 0,
 ) -> Paged:
     num_blocks = 1 + sum(-(-context // heads.block_size) for context in contexts)
     shape = (num_blocks, heads.num_kv_heads, num_layers, 2, heads.block_size, heads.head_dim)
     cache = torch.empty(shape, dtype=dtype, device=setting.device).normal_().permute(0, 2, 3, 1, 4, 5)
-    return over_cache(setting, heads, queries, contexts, cache)
+    return over_cache(setting, heads, queries, contexts, cache, window)
 
 
-def over_cache(setting: Setting, heads: Heads, queries: list[int], contexts: list[int], cache: torch.Tensor) -> Paged:
+def grids_of(setting: Setting, heads: Heads, dtype: torch.dtype) -> tuple[Grid, ...]:
+    """Of attention's launches on the setting's GPU; a rehearsal has 8 multiprocessors."""
+    num_sms = setting.size(0, 8) or torch.cuda.get_device_properties(setting.device).multi_processor_count
+    return attention_grids(heads.num_heads, heads.num_kv_heads, heads.head_dim, dtype, num_sms)
+
+
+def over_cache(
+    setting: Setting,
+    heads: Heads,
+    queries: list[int],
+    contexts: list[int],
+    cache: torch.Tensor,
+    window: int = 0,
+) -> Paged:
     """`cache` is [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]; its last stride is 1."""
     device, per_sequence = setting.device, [-(-context // heads.block_size) for context in contexts]
     ids = (torch.randperm(len(cache) - 1) + 1)[: sum(per_sequence)].split(per_sequence)
     block_tables = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(torch.int32)
     starts = torch.tensor([0, *queries]).cumsum(0, dtype=torch.int32)
     q = torch.empty(sum(queries), heads.num_heads, heads.head_dim, dtype=cache.dtype, device=device).normal_()
+    grids = grids_of(setting, heads, cache.dtype)
+    works = attention_work(grids, starts.numpy(), np.array(contexts), window)
     return Paged(
         heads=heads,
         queries=queries,
@@ -89,4 +109,7 @@ def over_cache(setting: Setting, heads: Heads, queries: list[int], contexts: lis
         starts=starts.to(device),
         lengths=torch.tensor(contexts, dtype=torch.int32, device=device),
         out=torch.full_like(q, torch.nan),
+        window=window,
+        launches=[Launch(work.grid, torch.from_numpy(work.array).to(device), work.num_merges) for work in works],
+        workspace=make_workspace(grids, heads.num_heads, heads.num_kv_heads, heads.head_dim, device),
     )

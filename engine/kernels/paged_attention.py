@@ -1,86 +1,135 @@
-"""Attention of a step's queries over the paged cache: prompt chunks and decodes in one launch, grouped heads, causal,
-online softmax.
+"""Attention of a step's queries over the paged cache: prompt chunks, drafts and decodes by one kernel that walks a work
+list, grouped heads, causal, online softmax.
 
-A program takes one KV head and a tile of one sequence's queries, all query heads of the group as rows, and walks over
-the keys, `BLOCK_KV` at a time, gathered from as many blocks as that takes. A sequence with one query gets a tile of 16
-rows whatever the others bring: decodes of a mixed batch cost what they read and not the arithmetic of a prompt's tile.
-Scores are kept in base 2, all sums in float32.
+An item of the list is a tile of one sequence's queries, all query heads of a group as rows, and a range of its keys,
+which are taken `BLOCK_KV` at a time, gathered from as many blocks as that takes. `attention_work.py` makes the lists on
+the host, so that all programs of a launch have the same to do, however the lengths of a batch differ. Scores are kept
+in base 2, all sums in float32.
 
-With few sequences and long contexts a decode's keys are split between programs and `merge_kernel` adds up what they
-found; the arithmetic is that of Dao et al., "Flash-Decoding" (2023): each part is a softmax of its own, weighed by its
-sum relative to the highest score of all.
+Sequences are sorted by the lowest tile that holds all their queries, and each height is a launch of its own over its
+own items: decodes of a mixed batch get tiles of 16 rows whatever the others bring. In one launch with prompts they
+would have the registers and the shared memory of a prompt's tile, which leave room for one program of an SM where two
+of their own fit. A second launch costs one more start, and neither ends in a long tail.
+
+Where a tile's keys are cut between programs, `merge_kernel` adds up what they found; the arithmetic is that of Dao et
+al., "Flash-Decoding" (2023): each part is a softmax of its own, weighed by its sum relative to the highest score of
+all.
 
 The file is longer than 300 lines because it is one kernel and its merge. Its functions are long because Triton passes
 every stride and constant by name, and because a program's registers live in one body.
 """
 
+from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
 
+from engine.kernels.attention_work import ITEM_FIELDS, MERGE_FIELDS, Grid, idle
 from engine.kernels.launch import INTERPRETED, tl, triton
 
 HEAD_DIMS = (16, 32, 64, 96, 128, 256)
 LOG2E = 1.4426950408889634
-MAX_SPLITS = 32
-MIN_SPLIT_KEYS = 256
-"""A program that reads fewer keys costs more to start and merge than it saves."""
+ITEM, MERGE = tl.constexpr(ITEM_FIELDS), tl.constexpr(MERGE_FIELDS)
 TWO_LOOPS = tl.constexpr(64)
 """Rows from which masks cost more than a second loop, so that keys which all rows see are taken in a loop without."""
+MAX_REGISTERS = 255
+"""Of a thread. Said aloud, or the assembler would rather spill than let registers forbid one more program of an SM."""
+MERGE_ROWS = 4
+"""Rows that a program of the merge adds up: the heads of a group of 4, which is all that a decode has."""
+MERGE_PARTS = 8
 
 UNSEEN = tl.constexpr(-1e30)
-"""A score in a window. Not infinity, which less itself is NaN: of a whole tile a row may see nothing. Once it sees a
-key, what such a tile left is multiplied by 0.
+"""A score that does not count. Not infinity, which less itself is NaN: a row may see nothing of a tile of keys, or of
+all keys of a part. Once it sees a key, here or in the merge, what such keys left is multiplied by 0.
 """
 
 
 class Tile(NamedTuple):
-    """How a launch is cut: rows (queries x heads), keys at a time, warps of a program, stages of its loads."""
+    """How a launch is cut: rows (queries x heads), keys at a time, warps of a program, stages of its loads, programs
+    that share an SM.
+    """
 
     rows: int
     block_kv: int
     num_warps: int
     num_stages: int
+    programs_per_sm: int
 
 
-class Tiles(NamedTuple):
-    """By what a launch brings at most: one query a sequence; a few, as drafts; more."""
-
-    decode: Tile
-    drafts: Tile
-    prompt: Tile
-
-
-# Chosen for no spills at head_dim 128, and few, because each is compiled when it is first used. A decode waits for
-# memory: three programs of an SM, two tiles of keys and values (64 KB) under way in each. A prompt tile of 128 rows
-# fills two warpgroups of tensor cores. Triton shares the stages between the loads of block ids and those that need
-# them: 5 keep two tiles under way. float32 exists for comparisons; its products run on ordinary cores and want few
-# registers.
-NARROW = Tiles(
-    decode=Tile(rows=16, block_kv=64, num_warps=4, num_stages=5),  # fewer rows than 16 are none to a tensor core
-    drafts=Tile(rows=32, block_kv=64, num_warps=4, num_stages=5),
-    prompt=Tile(rows=128, block_kv=64, num_warps=8, num_stages=5),
+# For decodes, drafts, prompts. Chosen for no spills at head_dim 128, and few, because each is compiled. A decode waits
+# for memory: two programs of an SM, and two tiles of keys and values (64 KB) under way in each. A prompt tile of 128
+# rows fills two warpgroups of tensor cores and the registers of an SM. Triton shares the stages between the loads of
+# block ids and those that need them: 5 keep two tiles under way. float32 exists for comparisons; its products run on
+# ordinary cores and want few registers.
+NARROW = (
+    Tile(rows=16, block_kv=64, num_warps=4, num_stages=5, programs_per_sm=2),  # fewer are none to a tensor core
+    Tile(rows=32, block_kv=64, num_warps=4, num_stages=5, programs_per_sm=2),
+    Tile(rows=128, block_kv=64, num_warps=8, num_stages=5, programs_per_sm=1),
 )
-WIDE = Tiles(
-    decode=Tile(rows=16, block_kv=32, num_warps=4, num_stages=5),
-    drafts=Tile(rows=32, block_kv=32, num_warps=4, num_stages=5),
-    prompt=Tile(rows=64, block_kv=32, num_warps=8, num_stages=5),
+WIDE = (
+    Tile(rows=16, block_kv=32, num_warps=4, num_stages=5, programs_per_sm=2),
+    Tile(rows=32, block_kv=32, num_warps=4, num_stages=5, programs_per_sm=2),
+    Tile(rows=64, block_kv=32, num_warps=8, num_stages=5, programs_per_sm=1),
 )
 """For head_dim 256, whose keys and values are twice as long."""
-FLOAT32 = Tile(rows=32, block_kv=32, num_warps=8, num_stages=2)
+FLOAT32 = (
+    Tile(rows=16, block_kv=16, num_warps=8, num_stages=1, programs_per_sm=1),
+    Tile(rows=32, block_kv=16, num_warps=8, num_stages=1, programs_per_sm=1),
+)
 
 
-def num_splits(batch: int, num_kv_heads: int, max_context: int, num_sms: int) -> int:
-    """Programs among which the keys of each decode are divided, so that `batch` of them fill every SM twice; 1 where
-    they do anyway.
+class Launch(NamedTuple):
+    """A `Work` on the device. `num_merges`: tiles that may have been cut; in a graph, as many as can be."""
+
+    grid: Grid
+    work: torch.Tensor
+    """int32, laid out as `Work.array`."""
+    num_merges: int
+
+
+class Workspace(NamedTuple):
+    """Parts of cut tiles, float32, used up by each call: [parts, K, rows of a tile, D] and, of each row, the log2 of
+    its sum [parts, K, rows of a tile], both flat.
     """
-    most = -(-max_context // MIN_SPLIT_KEYS)
-    return max(1, min(2 * num_sms // (batch * num_kv_heads), most, MAX_SPLITS))
+
+    parts: torch.Tensor
+    sums: torch.Tensor
 
 
-def workspace_size(batch: int, num_heads: int, head_dim: int, num_splits: int) -> int:
-    """float32 elements that `paged_attention` needs as `workspace` for so many splits."""
-    return batch * num_heads * num_splits * (head_dim + 1)
+def attention_grids(
+    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, num_sms: int
+) -> tuple[Grid, ...]:
+    """Of all launches that a model of such heads can need, ascending: for `attention_work`. Their programs fill every
+    SM as often as its tiles allow, once.
+    """
+    tiles = _tiles(num_heads // num_kv_heads, head_dim, dtype)
+    return tuple(
+        Grid(queries, tile.block_kv, max(1, num_sms * tile.programs_per_sm // num_kv_heads))
+        for queries, tile in tiles.items()
+    )
+
+
+def make_workspace(
+    grids: Iterable[Grid], num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
+) -> Workspace:
+    """Room for the launches of all of these grids, one after another."""
+    group_rows = triton.next_power_of_2(num_heads // num_kv_heads)
+    rows = max(grid.max_parts * num_kv_heads * grid.queries * group_rows for grid in grids)
+    return Workspace(*(torch.empty(rows * width, dtype=torch.float32, device=device) for width in (head_dim, 1)))
+
+
+def variants(grids: Sequence[Grid], windows: Iterable[int], device: torch.device) -> list[tuple[int, Launch]]:
+    """Every kernel that steps over these grids launch, as (`window`, launch) for a call of `paged_attention`: one with
+    a window and one without, as far as `windows` (0: none) has them, for each grid. The lists have no items, so the
+    calls compile kernel and merge, read no cache and write nothing.
+    """
+    kinds = {window > 0: window for window in windows}
+    return [
+        (window, Launch(grid, torch.from_numpy(idle(grid).array).to(device), 1))
+        for window in kinds.values()
+        for grid in grids
+    ]
 
 
 def paged_attention(
@@ -93,9 +142,8 @@ def paged_attention(
     out: torch.Tensor,
     *,
     scale: float,
-    max_num_queries: int,
-    num_splits: int = 1,
-    workspace: torch.Tensor | None = None,
+    launches: Iterable[Launch],
+    workspace: Workspace,
     window: int = 0,
 ) -> None:
     """Writes softmax(scale * q k) v of every query into `out`.
@@ -107,60 +155,41 @@ def paged_attention(
     block_tables  int32 [B, W], block ids of each sequence in order; read as far as `contexts` reaches
     starts        int32 [B + 1], 0 first: sequence b owns the tokens [starts[b], starts[b + 1])
     contexts      int32 [B], tokens of the sequence in the cache, this step's included. Query i of n sits at position
-                  contexts[b] - n + i
-                  and sees the keys up to its own. 0 (a padding row of a CUDA graph, with one query): zeros are written,
-                  nothing is read.
-    max_num_queries  at least the most queries of any sequence. One kernel is compiled for 1, one up to 32 rows of a
-                     group, one for more.
-    num_splits    with `max_num_queries` 1 only: see the function of that name; `workspace`, float32 of
-                  `workspace_size` elements at least, is used up. Contexts may be of any length, 0 included, whatever
-                  the number of splits.
+                  contexts[b] - n + i and sees the keys up to its own. 0 (a padding row of a CUDA graph): nothing is
+                  read and `out` stays as it is.
+    launches      the batch's work for this window, by `attention_work` from the same starts and contexts
+    workspace     by `make_workspace` for the launches' grids
     window        the keys that a query sees, its own and those right before it; others are not read. 0: all of them.
-
-    ValueError: splits without a workspace, with more than one query, or more than MAX_SPLITS.
     """
-    num_tokens, num_heads, head_dim = q.shape
-    num_sequences, num_kv_heads, block_size = len(contexts), cache.shape[3], cache.shape[4]
-    if not num_tokens or not num_sequences:
-        return
+    num_heads, head_dim = q.shape[1:]
+    num_kv_heads, block_size = cache.shape[3], cache.shape[4]
     group = num_heads // num_kv_heads
-    one_query = max_num_queries == 1
-    if num_splits > 1 and (not one_query or num_splits > MAX_SPLITS):
-        raise ValueError(
-            f"only a decode's keys are split, {MAX_SPLITS} ways at most: not {num_splits}, with {max_num_queries} "
-            "queries"
-        )
-    if num_splits > 1 and (
-        workspace is None or workspace.numel() < workspace_size(num_sequences, num_heads, head_dim, num_splits)
-    ):
-        raise ValueError(f"{num_splits} splits need workspace_size(...) elements of workspace")
-    group_rows = triton.next_power_of_2(group)
-    tile = choose_tile(max_num_queries, group_rows, q.dtype, head_dim)
-    num_queries = max(1, tile.rows // group_rows)
-    num_tiles = num_sequences if one_query else num_tokens // num_queries + num_sequences
-    parts = workspace if num_splits > 1 else out
-    attention_kernel[(num_kv_heads, num_tiles, num_splits)](
-        q, cache, layer, block_tables, starts, contexts, out, parts, scale * LOG2E, num_sequences, window,
-        *q.stride()[:2], *out.stride()[:2], block_tables.stride(0), *cache.stride()[:5],
-        GROUP=group, GROUP_ROWS=group_rows, QUERIES=num_queries, HEAD_DIM=head_dim,
-        DIMS=triton.next_power_of_2(head_dim), BLOCK_SIZE=block_size, BLOCK_KV=tile.block_kv, ONE_QUERY=one_query,
-        SPLIT=num_splits > 1, WINDOWED=window > 0,
-        WIDEN=bool(INTERPRETED) and q.dtype == torch.bfloat16, num_warps=tile.num_warps, num_stages=tile.num_stages,
-    )  # fmt: skip
-    if num_splits > 1:
-        merge_kernel[(num_heads, num_sequences)](
-            parts, starts, out, num_splits, *out.stride()[:2], HEAD_DIM=head_dim,
-            DIMS=triton.next_power_of_2(head_dim), SPLITS=MAX_SPLITS,
+    group_rows, dims = triton.next_power_of_2(group), triton.next_power_of_2(head_dim)
+    for grid, work, num_merges in launches:
+        tile, rows = _tiles(group, head_dim, q.dtype)[grid.queries], grid.queries * group_rows
+        attention_kernel[(num_kv_heads, grid.num_programs)](
+            q, cache, layer, block_tables, starts, contexts, work, out, *workspace, scale * LOG2E, window,
+            *q.stride()[:2], *out.stride()[:2], block_tables.stride(0), *cache.stride()[:5],
+            GROUP=group, GROUP_ROWS=group_rows, ROWS=rows, HEAD_DIM=head_dim, DIMS=dims, BLOCK_SIZE=block_size,
+            BLOCK_KV=tile.block_kv, WINDOWED=window > 0, WIDEN=bool(INTERPRETED) and q.dtype == torch.bfloat16,
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
+            maxnreg=MAX_REGISTERS,
         )  # fmt: skip
+        if num_merges:
+            merge_kernel[(num_kv_heads * (rows // MERGE_ROWS), num_merges)](
+                *workspace, work, starts, out, grid.num_programs, num_kv_heads, *out.stride()[:2],
+                GROUP=group, GROUP_ROWS=group_rows, HEAD_DIM=head_dim, DIMS=dims, ROWS=MERGE_ROWS, PARTS=MERGE_PARTS,
+            )  # fmt: skip
 
 
-def choose_tile(max_num_queries: int, group_rows: int, dtype: torch.dtype, head_dim: int) -> Tile:
-    if dtype == torch.float32:
-        return FLOAT32
-    tiles = NARROW if head_dim <= 128 else WIDE
-    if max_num_queries == 1:
-        return tiles.decode
-    return tiles.drafts if max_num_queries * group_rows <= tiles.drafts.rows else tiles.prompt
+@cache
+def _tiles(group: int, head_dim: int, dtype: torch.dtype) -> dict[int, Tile]:
+    """By the number of queries that fit, ascending."""
+    group_rows = triton.next_power_of_2(group)
+    tiles: dict[int, Tile] = {}
+    for tile in FLOAT32 if dtype == torch.float32 else NARROW if head_dim <= 128 else WIDE:
+        tiles.setdefault(max(1, tile.rows // group_rows), tile)
+    return tiles
 
 
 @triton.jit
@@ -200,11 +229,10 @@ def walk_keys(
             k = k.to(tl.float32)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASKED:
+            seen = (keys[None, :] <= positions[:, None]) & known[None, :]
             if WINDOWED:
-                back = positions[:, None] - keys[None, :]
-                scores = tl.where((back >= 0) & (back < window) & known[None, :], scores, UNSEEN)
-            else:
-                scores = tl.where((keys[None, :] <= positions[:, None]) & known[None, :], scores, float("-inf"))
+                seen = seen & (keys[None, :] > positions[:, None] - window)
+            scores = tl.where(seen, scores, UNSEEN)
         highest = tl.maximum(peak, tl.max(scores, 1) * scale)
         weights = tl.exp2(scores * scale - highest[:, None])
         shrink = tl.exp2(peak - highest)
@@ -224,163 +252,133 @@ def walk_keys(
     return acc, peak, total
 
 
-@triton.jit
-def attend(
-    q, out, sums, keys_and_values, table, first_query, num_queries, context, first_key, end_key, scale, window,
-    stride_q, stride_q_head, stride_out, stride_out_head, stride_block, stride_values, stride_token,
-    GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr, SPLIT: tl.constexpr, WINDOWED: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
-    """One tile over the keys [first_key, end_key). Row r is query first_query + r // GROUP_ROWS of the group's head r %
-    GROUP_ROWS.
-
-    `q`, `out`: where the sequence's first query and the group's first head are. SPLIT: the log2 of a row's sum goes to
-    `sums`.
-    """
-    rows = tl.arange(0, ROWS)
-    queries, heads = first_query + rows // GROUP_ROWS, rows % GROUP_ROWS
-    used = (queries < num_queries) & (heads < GROUP)
-    dims = tl.arange(0, DIMS)
-    owned = used[:, None]
-    if DIMS > HEAD_DIM:
-        owned = owned & (dims < HEAD_DIM)[None, :]
-    positions = context - num_queries + queries
-    q_tile = tl.load(q + (queries * stride_q + heads * stride_q_head)[:, None] + dims[None, :], mask=owned, other=0.0)
-    if WIDEN:
-        q_tile = q_tile.to(tl.float32)
-    peak = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, DIMS], tl.float32)
-    if ROWS >= TWO_LOOPS:
-        if WINDOWED:
-            seen_from = tl.maximum(context - num_queries + first_query + (ROWS - 1) // GROUP_ROWS + 1 - window, 0)
-            whole = tl.minimum(first_key + tl.cdiv(tl.maximum(seen_from - first_key, 0), BLOCK_KV) * BLOCK_KV, end_key)
-            acc, peak, total = walk_keys(
-                q_tile, acc, peak, total, keys_and_values, table, first_key, whole, end_key, positions, scale, window,
-                stride_block, stride_values, stride_token, HEAD_DIM, DIMS, BLOCK_SIZE, BLOCK_KV, True, True, WIDEN,
-            )  # fmt: skip
-            first_key = whole
-        seen_by_all = tl.minimum(context - num_queries + first_query + 1, end_key)
-        whole = first_key + tl.maximum(seen_by_all - first_key, 0) // BLOCK_KV * BLOCK_KV
-        acc, peak, total = walk_keys(
-            q_tile, acc, peak, total, keys_and_values, table, first_key, whole, end_key, positions, scale, window,
-            stride_block, stride_values, stride_token, HEAD_DIM, DIMS, BLOCK_SIZE, BLOCK_KV, False, WINDOWED, WIDEN,
-        )  # fmt: skip
-        first_key = whole
-    acc, peak, total = walk_keys(
-        q_tile, acc, peak, total, keys_and_values, table, first_key, end_key, end_key, positions, scale, window,
-        stride_block, stride_values, stride_token, HEAD_DIM, DIMS, BLOCK_SIZE, BLOCK_KV, True, WINDOWED, WIDEN,
-    )  # fmt: skip
-    total = tl.where(total > 0, total, 1.0)  # 0: no keys
-    acc = acc / total[:, None]
-    at = out + (queries * stride_out + heads * stride_out_head)[:, None] + dims[None, :]
-    tl.store(at, acc.to(out.dtype.element_ty), mask=owned)
-    if SPLIT:
-        tl.store(sums + heads * (stride_out_head // HEAD_DIM), peak + tl.log2(total), mask=used)
-
-
-@triton.jit
-def sequence_of_tile(tile, starts, num_sequences, QUERIES: tl.constexpr, WIDTH: tl.constexpr):
-    """Sequence b owns the tiles from starts[b] // QUERIES + b on: as many as its queries need, or one more."""
-    begun = 0
-    for first in range(0, num_sequences, WIDTH):
-        sequences = first + tl.arange(0, WIDTH)
-        inside = sequences < num_sequences
-        first_tiles = tl.load(starts + sequences, mask=inside, other=0) // QUERIES + sequences
-        begun += tl.sum((inside & (first_tiles <= tile)).to(tl.int32))
-    return begun - 1
-
-
 @triton.jit(
-    do_not_specialize=["layer", "num_sequences", "window", "stride_table"],
-    do_not_specialize_on_alignment=["tables", "starts", "contexts"],  # pieces of one metadata buffer
+    do_not_specialize=["layer", "window", "stride_table"],
+    do_not_specialize_on_alignment=["tables", "starts", "contexts", "work"],  # pieces of one metadata buffer
 )
 def attention_kernel(
-    q, cache, layer, tables, starts, contexts, out, parts, scale, num_sequences, window,
+    q, cache, layer, tables, starts, contexts, work, out, parts, sums, scale, window,
     stride_q, stride_q_head, stride_out, stride_out_head, stride_table,
     stride_block, stride_layer, stride_values, stride_kv_head, stride_token,
-    GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr, ONE_QUERY: tl.constexpr, SPLIT: tl.constexpr,
-    WINDOWED: tl.constexpr, WIDEN: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr, WINDOWED: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Program (kv_head, tile, split); ONE_QUERY: tile = sequence. Without SPLIT there is one split and `parts` is not
-    used.
+    """Program (kv_head, program) walks its run of items. Row r of an item's tile is query first_query + r // GROUP_ROWS
+    of the group's head r % GROUP_ROWS.
     """
-    kv_head = tl.program_id(0)
-    if ONE_QUERY:
-        sequence, first_query = tl.program_id(1), 0
-    else:
-        # the last tiles of a prompt see the most keys: they start first
-        tile = tl.num_programs(1) - 1 - tl.program_id(1)
-        sequence = sequence_of_tile(tile, starts, num_sequences, QUERIES, 256)
-        first_query = (tile - sequence - tl.load(starts + sequence) // QUERIES) * QUERIES
-    first_token = tl.load(starts + sequence)
-    num_queries = tl.load(starts + sequence + 1) - first_token
-    if first_query >= num_queries:
-        return
-    context = tl.load(contexts + sequence)
-    begin = 0
-    if WINDOWED:
-        begin = tl.maximum(context - num_queries + first_query + 1 - window, 0)
-    head = kv_head * GROUP
-    q += first_token.to(tl.int64) * stride_q + head * stride_q_head
-    cache += layer.to(tl.int64) * stride_layer + kv_head * stride_kv_head
-    tables += sequence.to(tl.int64) * stride_table
-    if SPLIT:
-        split, num_splits = tl.program_id(2), tl.num_programs(2)
-        num_heads = tl.num_programs(0) * GROUP
-        split_keys = tl.cdiv(tl.cdiv(context - begin, num_splits), BLOCK_KV) * BLOCK_KV
-        first_key = begin + split * split_keys
-        end_key = tl.minimum(first_key + split_keys, context)
-        part = (sequence * num_heads + head) * num_splits + split
-        sums = parts + tl.num_programs(1) * num_heads * num_splits * HEAD_DIM + part
-        attend(
-            q, parts + part * HEAD_DIM, sums, cache, tables, 0, num_queries, context, first_key, end_key, scale,
-            window, stride_q, stride_q_head, 0, num_splits * HEAD_DIM, stride_block, stride_values, stride_token,
-            GROUP, GROUP_ROWS, max(GROUP_ROWS, 16), HEAD_DIM, DIMS, BLOCK_SIZE, BLOCK_KV, True, WINDOWED, WIDEN,
+    kv_head, program = tl.program_id(0), tl.program_id(1)
+    items = work + 1 + (1 + MERGE) * tl.num_programs(1)
+    q += kv_head * GROUP * stride_q_head
+    out += kv_head * GROUP * stride_out_head
+    cache += layer.to(tl.int64) * stride_layer + kv_head.to(tl.int64) * stride_kv_head
+    rows, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
+    heads = rows % GROUP_ROWS
+    for index in range(tl.load(work + program), tl.load(work + program + 1)):
+        item = items + index * ITEM
+        sequence, first_query = tl.load(item), tl.load(item + 1)
+        first_key, end_key = tl.load(item + 2), tl.load(item + 3)
+        first_token = tl.load(starts + sequence)
+        num_queries = tl.load(starts + sequence + 1) - first_token
+        queries = first_query + rows // GROUP_ROWS
+        used = (queries < num_queries) & (heads < GROUP)
+        owned = used[:, None]
+        if DIMS > HEAD_DIM:
+            owned = owned & (dims < HEAD_DIM)[None, :]
+        before = tl.load(contexts + sequence) - num_queries
+        positions = before + queries
+        table = tables + sequence.to(tl.int64) * stride_table
+        q_tile = tl.load(
+            q
+            + first_token.to(tl.int64) * stride_q
+            + (queries * stride_q + heads * stride_q_head)[:, None]
+            + dims[None, :],
+            mask=owned,
+            other=0.0,
+        )
+        if WIDEN:
+            q_tile = q_tile.to(tl.float32)
+        peak = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, DIMS], tl.float32)
+        if ROWS >= TWO_LOOPS:
+            if WINDOWED:
+                seen_from = before + first_query + (ROWS - 1) // GROUP_ROWS + 1 - window
+                whole = first_key + tl.cdiv(tl.maximum(seen_from - first_key, 0), BLOCK_KV) * BLOCK_KV
+                whole = tl.minimum(whole, end_key)
+                acc, peak, total = walk_keys(
+                    q_tile, acc, peak, total, cache, table, first_key, whole, end_key, positions, scale, window,
+                    stride_block, stride_values, stride_token, HEAD_DIM, DIMS, BLOCK_SIZE, BLOCK_KV, True, True, WIDEN,
+                )  # fmt: skip
+                first_key = whole
+            seen_by_all = tl.minimum(before + first_query + 1, end_key)
+            whole = first_key + tl.maximum(seen_by_all - first_key, 0) // BLOCK_KV * BLOCK_KV
+            acc, peak, total = walk_keys(
+                q_tile, acc, peak, total, cache, table, first_key, whole, end_key, positions, scale, window,
+                stride_block, stride_values, stride_token, HEAD_DIM, DIMS, BLOCK_SIZE, BLOCK_KV, False, WINDOWED, WIDEN,
+            )  # fmt: skip
+            first_key = whole
+        acc, peak, total = walk_keys(
+            q_tile, acc, peak, total, cache, table, first_key, end_key, end_key, positions, scale, window,
+            stride_block, stride_values, stride_token, HEAD_DIM, DIMS, BLOCK_SIZE, BLOCK_KV, True, WINDOWED, WIDEN,
         )  # fmt: skip
-    else:
-        out += first_token.to(tl.int64) * stride_out + head * stride_out_head
-        end_key = tl.minimum(context - num_queries + first_query + QUERIES, context)
-        if ONE_QUERY or num_queries == 1:
-            attend(
-                q, out, parts, cache, tables, 0, num_queries, context, begin, context, scale, window,
-                stride_q, stride_q_head, stride_out, stride_out_head, stride_block, stride_values, stride_token,
-                GROUP, GROUP_ROWS, max(GROUP_ROWS, 16), HEAD_DIM, DIMS, BLOCK_SIZE, BLOCK_KV, False, WINDOWED, WIDEN,
-            )  # fmt: skip
+        acc = acc / total[:, None]
+        part = tl.load(item + 4)
+        if part < 0:
+            at = (
+                out
+                + first_token.to(tl.int64) * stride_out
+                + (queries * stride_out + heads * stride_out_head)[:, None]
+                + dims[None, :]
+            )
+            tl.store(at, acc.to(out.dtype.element_ty), mask=owned)
         else:
-            attend(
-                q, out, parts, cache, tables, first_query, num_queries, context, begin, end_key, scale, window,
-                stride_q, stride_q_head, stride_out, stride_out_head, stride_block, stride_values, stride_token,
-                GROUP, GROUP_ROWS, QUERIES * GROUP_ROWS, HEAD_DIM, DIMS, BLOCK_SIZE, BLOCK_KV, False, WINDOWED, WIDEN,
-            )  # fmt: skip
+            slots = (part.to(tl.int64) * tl.num_programs(0) + kv_head) * ROWS + rows
+            tl.store(parts + slots[:, None] * HEAD_DIM + dims[None, :], acc, mask=owned)
+            tl.store(sums + slots, peak + tl.log2(total), mask=used)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["num_programs", "num_kv_heads"], do_not_specialize_on_alignment=["work", "starts"])
 def merge_kernel(
-    parts, starts, out, num_splits, stride_out, stride_out_head,
-    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, SPLITS: tl.constexpr,
+    parts, sums, work, starts, out, num_programs, num_kv_heads, stride_out, stride_out_head,
+    GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Program (head, sequence): the parts of one query's head, float32 [B, H, num_splits, HEAD_DIM] with sums [B, H,
-    num_splits] behind.
+    """Program (kv_head and piece, merge): the parts of ROWS rows of a cut tile. The grid has as many pieces for each of
+    `num_kv_heads` as a tile has.
     """
-    head, sequence = tl.program_id(0), tl.program_id(1)
-    token = tl.load(starts + sequence)
-    if tl.load(starts + sequence + 1) == token:
+    merge = work + 1 + num_programs + tl.program_id(1) * MERGE
+    num_parts = tl.load(merge + 3)
+    num_pieces = tl.num_programs(0) // num_kv_heads
+    kv_head, piece = tl.program_id(0) // num_pieces, tl.program_id(0) % num_pieces
+    sequence, first_part = tl.load(merge), tl.load(merge + 2)
+    rows, dims = piece * ROWS + tl.arange(0, ROWS), tl.arange(0, DIMS)
+    first_token = tl.load(starts + sequence)
+    queries, heads = tl.load(merge + 1) + rows // GROUP_ROWS, rows % GROUP_ROWS
+    used = (queries < tl.load(starts + sequence + 1) - first_token) & (heads < GROUP)
+    if (num_parts == 0) | (tl.max(used.to(tl.int32), 0) == 0):
         return
-    num_heads = tl.num_programs(0)
-    splits, dims = tl.arange(0, SPLITS), tl.arange(0, DIMS)
     inside = dims < HEAD_DIM
-    first_part = (sequence * num_heads + head) * num_splits
-    sums = parts + tl.num_programs(1) * num_heads * num_splits * HEAD_DIM + first_part
-    logs = tl.load(sums + splits, mask=splits < num_splits, other=float("-inf"))
-    weights = tl.exp2(logs - tl.maximum(tl.max(logs, 0), -1e30))  # 0 throughout where there are no keys at all
-    total = tl.sum(weights, 0)
-    values = tl.load(
-        parts + (first_part + splits)[:, None] * HEAD_DIM + dims[None, :],
-        mask=(splits < num_splits)[:, None] & inside[None, :],
-        other=0.0,
-    )
-    merged = tl.sum(values * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
-    at = out + token.to(tl.int64) * stride_out + head * stride_out_head + dims
-    tl.store(at, merged.to(out.dtype.element_ty), mask=inside)
+    peak = tl.full([ROWS], UNSEEN, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DIMS], tl.float32)
+    for first in range(0, num_parts, PARTS):
+        ahead = first + tl.arange(0, PARTS)
+        known = used[:, None] & (ahead < num_parts)[None, :]
+        slots = ((first_part + ahead).to(tl.int64) * num_kv_heads + kv_head)[None, :] * (num_pieces * ROWS)
+        slots += rows[:, None]
+        logs = tl.load(sums + slots, mask=known, other=UNSEEN)
+        values = tl.load(
+            parts + slots[:, :, None] * HEAD_DIM + dims[None, None, :],
+            mask=known[:, :, None] & inside[None, None, :],
+            other=0.0,
+        )
+        highest = tl.maximum(peak, tl.max(logs, 1))
+        weights = tl.where(known, tl.exp2(logs - highest[:, None]), 0.0)
+        shrink = tl.exp2(peak - highest)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = acc * shrink[:, None] + tl.sum(values * weights[:, :, None], 1)
+        peak = highest
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    tokens = first_token.to(tl.int64) + queries
+    at = out + (tokens * stride_out + (kv_head * GROUP + heads) * stride_out_head)[:, None] + dims[None, :]
+    tl.store(at, acc.to(out.dtype.element_ty), mask=used[:, None] & inside[None, :])

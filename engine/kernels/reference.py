@@ -1,5 +1,5 @@
-"""The kernels in plain torch, one function each with the same name and arguments: what tests compare with. Computes in
-float64.
+"""The kernels in plain torch, one function each with the same name and arguments, without how the work is divided: what
+tests compare with. Computes in float64.
 """
 
 import torch
@@ -81,9 +81,6 @@ def paged_attention(
     out: torch.Tensor,
     *,
     scale: float,
-    max_num_queries: int,
-    num_splits: int = 1,
-    workspace: torch.Tensor | None = None,
     window: int = 0,
 ) -> None:
     group, block_size = q.shape[1] // cache.shape[3], cache.shape[4]
@@ -97,7 +94,6 @@ def paged_attention(
         for token in range(first, end):
             seen = context - end + token + 1
             if seen <= 0:  # a padding row
-                out[token] = 0
                 continue
             begin = max(0, seen - window) if window else 0
             scores = torch.einsum("hd,hkd->hk", q[token].double(), k[:, begin:seen]) * scale

@@ -18,12 +18,20 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from engine.kernels.attention_work import Work, attention_work
 from engine.kernels.launch import compiled, require_device
-from engine.kernels.paged_attention import HEAD_DIMS, num_splits
+from engine.kernels.paged_attention import (
+    HEAD_DIMS,
+    Launch,
+    attention_grids,
+    make_workspace,
+    paged_attention,
+    variants,
+)
 from engine.models.decoder import Decoder, float32_logits, forward
 from engine.runner import Batch, StepOutput
 from engine.runners.cuda_copies import DeviceEvent, SwapCopies, fetch, upload
-from engine.runners.cuda_graphs import TOKEN_IDS, DecodeGraphs, packed_decodes
+from engine.runners.cuda_graphs import TOKEN_IDS, DecodeGraphs, packed_decodes, step_rows
 from engine.runners.cuda_ops import CUDAOps, DeviceStep
 from engine.runners.cuda_sampling import (
     NO_SAMPLING_METADATA,
@@ -41,6 +49,8 @@ from engine.sampling import Contexts
 from protocol.errors import ConfigError
 
 Tensors = dict[str, torch.Tensor]
+Works = dict[int, list[Work]]
+"""Attention's launches of a step, by window."""
 
 
 class DeviceLost(Exception):
@@ -111,9 +121,14 @@ class CUDARunner:
         _check_shapes(model, block_size)
         self.cache = paged_cache(cache, model, block_size)
         self.model, self.block_size, self.device = model, block_size, cache.device
-        self.num_sms = (
+        num_sms = (
             torch.cuda.get_device_properties(self.device).multi_processor_count if self.device.type == "cuda" else 1
         )
+        config = model.config
+        heads = config.num_heads, config.num_kv_heads, config.head_dim
+        self._windows = tuple(sorted({layer.attention.window for layer in model.layers}))
+        self._grids = attention_grids(*heads, model.dtype, num_sms)
+        self._workspace = make_workspace(self._grids, *heads, self.device)
         self._copies = SwapCopies(cache.view(len(self.cache), -1), num_host_blocks)
         self._last = torch.zeros(0, dtype=torch.int32, device=self.device)
         """[num_rows] the newest token of every row, for batches in which it is still pending; not kept with drafts,
@@ -124,7 +139,8 @@ class CUDARunner:
                 self._forward,
                 graph_sizes,
                 max_blocks=-(-max_model_len // block_size),
-                num_splits=lambda num_decodes: self._num_splits(num_decodes, max_model_len),
+                windows=self._windows,
+                grid=self._grids[0],
                 device=self.device,
             )
         self._num_compiled = len(compiled)
@@ -135,6 +151,19 @@ class CUDARunner:
 
     def execute(self, batch: Batch) -> StepOutput:
         return self.launch(batch).result()
+
+    @torch.inference_mode()
+    def launch_attention(self) -> None:
+        """Launches every kernel that attention may choose, over no keys: nothing of the cache is read or written. Which
+        of them a step takes depends on how the lengths of its sequences meet.
+        """
+        config, none = self.model.config, torch.zeros(2, dtype=torch.int32, device=self.device)
+        q = torch.zeros(1, config.num_heads, config.head_dim, dtype=self.model.dtype, device=self.device)
+        for window, launch in variants(self._grids, self._windows, self.device):
+            paged_attention(
+                q, self.cache, 0, none[None], none, none, q,
+                scale=1.0, launches=[launch], workspace=self._workspace, window=window,
+            )  # fmt: skip
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> LaunchedStep:
@@ -157,13 +186,14 @@ class CUDARunner:
         plan = plan_step(batch, self.block_size)
         size = self._graphs.size_for(len(batch.rows)) if int(batch.num_scheduled.max()) == 1 else None
         metadata = _sampling_metadata(plan, batch, self.model.config.vocab_size)
-        sent = upload(_step_arrays(plan, batch, size) | metadata.arrays, self.device)
+        works = {window: attention_work(self._grids, plan.starts, plan.contexts, window) for window in self._windows}
+        sent = upload(_step_arrays(plan, batch, size, works) | metadata.arrays, self.device)
         if size is not None:
-            sent["token_ids"] = sent["packed"][TOKEN_IDS]
+            sent["token_ids"] = step_rows(sent["packed"], size)[TOKEN_IDS]
         if batch.pending is not None:
             newest = self._last.index_select(0, sent["pending_rows"])
             sent["token_ids"].index_copy_(0, sent["pending_tokens"], newest)
-        x = self._computed(plan, sent, size)
+        x = self._computed(plan, sent, size, works)
         if x is None:
             return lambda: accept(plan, np.zeros(0, np.int32), {})
         last = sent["token_ids"].index_select(0, sent["sampled_tokens"])
@@ -173,7 +203,7 @@ class CUDARunner:
         tokens, told = fetch(chosen), [fetch(tensor) for tensor in logprobs or ()]
         return lambda: accept(plan, tokens, reports(metadata, *told) if told else {})
 
-    def _computed(self, plan: StepPlan, sent: Tensors, size: int | None) -> torch.Tensor | None:
+    def _computed(self, plan: StepPlan, sent: Tensors, size: int | None, works: Works) -> torch.Tensor | None:
         """What goes into the head: [L, hidden]; None if L is 0."""
         num_sampled, num_tokens = len(plan.sampled_tokens), len(plan.token_ids)
         if size is not None:
@@ -181,7 +211,6 @@ class CUDARunner:
             if num_sampled < num_tokens:
                 x = x.index_select(0, sent["sampled_tokens"])
             return x if num_sampled else None
-        max_num_queries = int(np.diff(plan.starts).max())
         step = DeviceStep(
             token_ids=sent["token_ids"],
             positions=sent["positions"],
@@ -190,24 +219,30 @@ class CUDARunner:
             contexts=sent["contexts"],
             block_tables=sent["block_tables"],
             kept=None if num_sampled == num_tokens else sent["sampled_tokens"],
-            max_num_queries=max_num_queries,
-            num_splits=self._num_splits(len(plan.contexts), int(plan.contexts.max())) if max_num_queries == 1 else 1,
+            launches={
+                window: [Launch(work.grid, sent[_name(window, work)], work.num_merges) for work in launches]
+                for window, launches in works.items()
+            },
         )
         return self._forward(step)
 
     def _forward(self, step: DeviceStep) -> torch.Tensor | None:
-        return forward(self.model, CUDAOps(self.model, self.cache, step), step.token_ids, step.kept)
-
-    def _num_splits(self, num_decodes: int, max_context: int) -> int:
-        return num_splits(num_decodes, self.model.config.num_kv_heads, max_context, self.num_sms)
+        return forward(self.model, CUDAOps(self.model, self.cache, step, self._workspace), step.token_ids, step.kept)
 
 
-def _step_arrays(plan: StepPlan, batch: Batch, size: int | None) -> Arrays:
-    """The step's numbers; `token_ids` and the rest of T in one array `packed` where it is padded up to `size`."""
+def _name(window: int, work: Work) -> str:
+    return f"work of window {window}, {work.grid.queries} queries"
+
+
+def _step_arrays(plan: StepPlan, batch: Batch, size: int | None, works: Works) -> Arrays:
+    """The step's numbers; `token_ids` and the rest of T, and attention's work, in one array `packed` where it is padded
+    up to `size`.
+    """
     arrays: Arrays = {"sampled_tokens": plan.sampled_tokens.astype(np.int32), "block_tables": plan.block_tables}
     if size is not None:
-        arrays["packed"] = packed_decodes(plan, size)
+        arrays["packed"] = packed_decodes(plan, size, list(works.values()))
     else:
+        arrays |= {_name(window, work): work.array for window, launches in works.items() for work in launches}
         arrays |= {
             name: getattr(plan, name).astype(np.int32)
             for name in ("token_ids", "positions", "slots", "starts", "contexts")

@@ -4,12 +4,13 @@ The residual stream is float32 whatever the model's dtype, as on the CPU, so tha
 12 bytes per element and norm instead of 8: little against a layer's weights in a decode, or its matmuls in a prompt.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from engine.kernels.gated_activation import gated_activation
-from engine.kernels.paged_attention import MIN_SPLIT_KEYS, paged_attention, workspace_size
+from engine.kernels.paged_attention import Launch, Workspace, paged_attention
 from engine.kernels.rms_norm import add_rms_norm, rms_norm
 from engine.kernels.rope_and_cache import rope_and_cache
 from engine.models.config import Activation
@@ -35,23 +36,21 @@ class DeviceStep:
     """[B, W], rows may be strided."""
     kept: torch.Tensor | None
     """[L] tokens that go on after the last attention; None: all."""
-    max_num_queries: int
-    num_splits: int
-    """Programs that share the keys of one sequence, with one query each."""
+    launches: Mapping[int, Sequence[Launch]]
+    """Attention's work, by the windows of the model's layers."""
 
 
 class CUDAOps:
-    """Of one step. `cache`: as in `TorchOps`. Nothing here waits for the device, so that a graph can record it."""
+    """Of one step. `cache`: as in `TorchOps`; `workspace`: attention's, which all steps share in the order of the
+    device's work. Nothing here waits for the device, so that a graph can record it.
+    """
 
-    def __init__(self, model: Decoder, cache: torch.Tensor, step: DeviceStep) -> None:
+    def __init__(self, model: Decoder, cache: torch.Tensor, step: DeviceStep, workspace: Workspace) -> None:
         config, device = model.config, cache.device
-        self._cache, self._step, self._eps = cache, step, config.rms_norm_eps
+        self._cache, self._step, self._workspace, self._eps = cache, step, workspace, config.rms_norm_eps
         self._normed = torch.empty(len(step.token_ids), config.hidden_size, dtype=model.dtype, device=device)
         self._q = self._normed.new_empty(len(step.token_ids), config.num_heads, config.head_dim)
-        self._workspace = None
-        if step.num_splits > 1:
-            size = workspace_size(len(step.contexts), config.num_heads, config.head_dim, step.num_splits)
-            self._workspace = torch.empty(size, dtype=torch.float32, device=device)
+        self._attended = torch.zeros_like(self._q)  # padding rows stay 0
 
     def norm(self, h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         x = self._normed[: len(h)]
@@ -69,7 +68,7 @@ class CUDAOps:
 
     def attention(self, attention: Attention, qkv: torch.Tensor) -> torch.Tensor:
         self.write_kv(attention, qkv)
-        step, attended = self._step, torch.empty_like(self._q)
+        step = self._step
         paged_attention(
             self._q,
             self._cache,
@@ -77,18 +76,13 @@ class CUDAOps:
             step.block_tables,
             step.starts,
             step.contexts,
-            attended,
+            self._attended,
             scale=attention.scale,
-            max_num_queries=step.max_num_queries,
-            num_splits=self._num_splits(attention.window),
+            launches=step.launches[attention.window],
             workspace=self._workspace,
             window=attention.window,
         )
-        return attended.flatten(1)
-
-    def _num_splits(self, window: int) -> int:
-        """A window's keys are worth fewer programs than a whole context's."""
-        return min(self._step.num_splits, -(-window // MIN_SPLIT_KEYS)) if window else self._step.num_splits
+        return self._attended.flatten(1)
 
     def write_kv(self, attention: Attention, qkv: torch.Tensor) -> None:
         rope_and_cache(

@@ -1,9 +1,9 @@
 """Steps that an engine on a GPU computes before it takes requests, so that none waits for a kernel to be compiled.
 
-Triton compiles a kernel for each combination of types and constants that it is launched with: a tile for prompts,
-another for decodes, one more where a decode's keys are split, and so on. These steps launch all that the engine's
-configuration lets a step choose. They are found by size alone, from one token to the largest step, with no context and
-with the longest, so that nothing here knows how a kernel chooses.
+Triton compiles a kernel for each combination of types and constants that it is launched with. Attention says itself
+which there are. All others that the engine's configuration lets a step choose are launched by steps, which are found by
+size alone, from one token to the largest step, with no context and with the longest: nothing here knows how a kernel
+chooses.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,6 +35,7 @@ def warm_up(runner: CUDARunner, config: EngineConfig) -> None:
     """Computes the steps and waits for them. `runner` has served nothing yet: block 1 of its cache is written, and
     zeroed in the end, before a transfer may write there.
     """
+    runner.launch_attention()
     for batch in warm_up_batches(config):
         runner.execute(batch)
     runner.cache[1].zero_()

@@ -69,7 +69,7 @@ def compare(step: Step, shape: Shape, *, window: int = 0, num_kv_heads: int = 2,
     )
     reference.paged_attention(
         q, expected_cache, LAYER, tables, torch.from_numpy(plan.starts), torch.tensor(step.contexts), expected,
-        scale=scale, max_num_queries=max(step.queries), window=window,
+        scale=scale, window=window,
     )  # fmt: skip
     out = torch.full((len(qkv), num_heads * D), torch.nan, dtype=dtype)
     items, bins = work_items(plan, num_kv_heads, tile_rows(shape.group) // shape.group, NUM_BINS, window)

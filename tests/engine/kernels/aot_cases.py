@@ -1,23 +1,27 @@
 """Launches at production shapes, for `compile_ahead.py`: name -> call with `meta` tensors.
 
 8B: hidden 4096, intermediate 14336, 32 query and 8 key/value heads. 70B: hidden 8192, intermediate 28672, 64 and 8.
-Both: head_dim 128, vocabulary 128256, 32 and 80 layers. Gemma 3 4B and Phi-3-mini have other heads. A kernel whose
-name starts with `attention` must use tensor cores.
+Both: head_dim 128, vocabulary 128256, 32 and 80 layers. Gemma 3 4B, Phi-3-mini and SmolLM2-135M have other
+heads. A kernel whose name starts with `attention` must use tensor cores, except in float32.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
+from engine.kernels.attention_work import Grid
 from engine.kernels.block_copy import gather_blocks, pull_blocks, scatter_blocks
 from engine.kernels.gated_activation import gated_activation
-from engine.kernels.paged_attention import paged_attention, workspace_size
+from engine.kernels.paged_attention import Launch, attention_grids, make_workspace, paged_attention, variants
 from engine.kernels.rms_norm import add_rms_norm, rms_norm
 from engine.kernels.rope_and_cache import rope_and_cache
 from engine.kernels.sampling import greedy, penalise, sample
 
 BLOCK_SIZE = 16
+Case = Callable[[], object]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Heads(NamedTuple):
@@ -33,8 +37,10 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def cache(num_layers: int, num_kv_heads: int = 8, head_dim: int = 128, num_blocks: int = 4096) -> torch.Tensor:
-    return meta(num_blocks, num_layers, 2, num_kv_heads, BLOCK_SIZE, head_dim)
+def cache(
+    num_layers: int, num_kv_heads: int = 8, head_dim: int = 128, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    return meta(4096, num_layers, 2, num_kv_heads, BLOCK_SIZE, head_dim, dtype=dtype)
 
 
 def _rope(num_heads: int, num_layers: int, qk_norm: torch.Tensor | None = None) -> None:
@@ -65,27 +71,31 @@ def _flat_cache() -> torch.Tensor:
     return cache(num_layers=32).flatten(1)
 
 
-def _attention(
-    num_heads: int, num_layers: int, num_tokens: int, num_sequences: int, max_num_queries: int, num_splits: int = 1
-) -> None:
-    _attention_of(Heads(num_heads, 8, 128), num_layers, num_tokens, num_sequences, max_num_queries, num_splits)
-
-
-def _attention_of(
-    heads: Heads, num_layers: int, num_tokens: int, num_sequences: int, max_num_queries: int, num_splits: int = 1,
-    window: int = 0,
-) -> None:  # fmt: skip
+def _attention_cases(
+    name: str, heads: Heads, num_layers: int, windows: Sequence[int], dtypes: Sequence[torch.dtype] = (torch.bfloat16,)
+) -> dict[str, Case]:
+    """A case for each kernel that steps of such a model can launch."""
     num_heads, num_kv_heads, head_dim = heads
-    out = meta(num_tokens, num_heads, head_dim)
-    tables, starts, contexts = (
-        meta(*shape, dtype=torch.int32) for shape in ((num_sequences, 512), (num_sequences + 1,), (num_sequences,))
-    )
-    q = meta(num_tokens, num_heads + 2 * num_kv_heads, head_dim)[:, :num_heads]
-    workspace = meta(workspace_size(num_sequences, num_heads, head_dim, num_splits), dtype=torch.float32)
+    cases: dict[str, Case] = {}
+    for dtype in dtypes:
+        grids = attention_grids(num_heads, num_kv_heads, head_dim, dtype, 132)
+        for window, launch in variants(grids, windows, torch.device("meta")):
+            rows = launch.grid.queries * num_heads // num_kv_heads
+            seen = f"{rows} rows, {str(dtype).removeprefix('torch.')}{', window' if window else ''}"
+            cases[f"attention {name}, {seen}"] = partial(_attention, heads, num_layers, dtype, window, grids, launch)
+    return cases
+
+
+def _attention(
+    heads: Heads, num_layers: int, dtype: torch.dtype, window: int, grids: Sequence[Grid], launch: Launch
+) -> None:
+    num_heads, num_kv_heads, head_dim = heads
+    q, out = (meta(64, num_heads, head_dim, dtype=dtype) for _ in range(2))
+    tables, starts, contexts = (meta(*shape, dtype=torch.int32) for shape in ((64, 512), (65,), (64,)))
     paged_attention(
-        q, cache(num_layers, num_kv_heads, head_dim), 3, tables, starts, contexts, out,
-        scale=head_dim**-0.5, max_num_queries=max_num_queries, num_splits=num_splits, workspace=workspace,
-        window=window,
+        q, cache(num_layers, num_kv_heads, head_dim, dtype=dtype), 3, tables, starts, contexts, out,
+        scale=head_dim**-0.5, launches=[launch], window=window,
+        workspace=make_workspace(grids, num_heads, num_kv_heads, head_dim, q.device),
     )  # fmt: skip
 
 
@@ -105,7 +115,7 @@ def _penalise() -> None:
     )  # fmt: skip
 
 
-CASES: dict[str, Callable[[], object]] = {
+CASES: dict[str, Case] = {
     "rms_norm 8B, float32 stream": lambda: _norm(4096, torch.float32),
     "rms_norm 8B": lambda: _norm(4096, torch.bfloat16),
     "rms_norm 70B, float32 stream": lambda: _norm(8192, torch.float32),
@@ -130,26 +140,11 @@ CASES: dict[str, Callable[[], object]] = {
     "pull_blocks 8B": lambda: pull_blocks(
         _flat_cache(), meta(64, dtype=torch.int64), _flat_cache(), meta(64, dtype=torch.int64)
     ),
-    "attention 8B, 64 decodes": lambda: _attention(32, 32, 64, 64, 1),
-    "attention 8B, 4 decodes, 8 splits": lambda: _attention(32, 32, 4, 4, 1, 8),
-    "attention 8B, 16 decodes with 4 drafts": lambda: _attention(32, 32, 80, 16, 5),
-    "attention 8B, chunks and decodes": lambda: _attention(32, 32, 2048, 64, 1024),
-    "attention 70B, 64 decodes": lambda: _attention(64, 80, 64, 64, 1),
-    "attention 70B, 4 decodes, 8 splits": lambda: _attention(64, 80, 4, 4, 1, 8),
-    "attention 70B, chunks and decodes": lambda: _attention(64, 80, 2048, 64, 1024),
-    "attention 8B, 64 decodes in a window": lambda: _attention_of(LLAMA_8B, 32, 64, 64, 1, window=4096),
-    "attention 8B, 4 decodes, 8 splits, windows": lambda: _attention_of(LLAMA_8B, 32, 4, 4, 1, 8, window=4096),
-    "attention 8B, drafts in a window": lambda: _attention_of(LLAMA_8B, 32, 80, 16, 5, window=4096),
-    "attention 8B, chunks and decodes, windows": lambda: _attention_of(LLAMA_8B, 32, 2048, 64, 1024, window=4096),
-    "attention Phi-3-mini, 64 decodes": lambda: _attention_of(PHI_MINI, 32, 64, 64, 1),
-    "attention Phi-3-mini, 4 decodes, 8 splits": lambda: _attention_of(PHI_MINI, 32, 4, 4, 1, 8),
-    "attention Phi-3-mini, chunks, windows": lambda: _attention_of(PHI_MINI, 32, 2048, 64, 1024, window=2047),
-    "attention Gemma 3 4B, 64 decodes": lambda: _attention_of(GEMMA_4B, 34, 64, 64, 1),
-    "attention Gemma 3 4B, 4 decodes, 8 splits": lambda: _attention_of(GEMMA_4B, 34, 4, 4, 1, 8),
-    "attention Gemma 3 4B, decodes in a window": lambda: _attention_of(GEMMA_4B, 34, 64, 64, 1, window=1024),
-    "attention Gemma 3 4B, drafts": lambda: _attention_of(GEMMA_4B, 34, 80, 16, 5),
-    "attention Gemma 3 4B, chunks and decodes": lambda: _attention_of(GEMMA_4B, 34, 2048, 64, 1024),
-    "attention Gemma 3 4B, chunks, windows": lambda: _attention_of(GEMMA_4B, 34, 2048, 64, 1024, window=1024),
+    **_attention_cases("8B", LLAMA_8B, 32, (0, 4096), DTYPES),
+    **_attention_cases("70B", Heads(64, 8, 128), 80, (0,)),
+    **_attention_cases("SmolLM2", Heads(9, 3, 64), 30, (0,)),
+    **_attention_cases("Phi-3-mini", PHI_MINI, 32, (0, 2047)),
+    **_attention_cases("Gemma 3 4B", GEMMA_4B, 34, (0, 1024), DTYPES),
     "greedy 8B": lambda: greedy(meta(64, 128256, dtype=torch.float32), meta(64, dtype=torch.int32)),
     "sample 8B": _sample,
     "penalise 8B": _penalise,

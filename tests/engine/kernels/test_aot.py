@@ -13,7 +13,8 @@ import pytest
 from tests.engine.kernels.aot_cases import CASES
 from tests.engine.kernels.compile_ahead import Compiled
 
-# CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": shared memory of one thread block
+# CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": shared memory of one thread block. An
+# SM has 1 KB more, and keeps 1 KB for itself for every block.
 SHARED_BYTES = {90: 227 * 1024, 80: 163 * 1024}
 
 
@@ -42,6 +43,8 @@ def test_kernels_fit_their_gpu(compiled: list[Compiled]) -> None:
     assert {(each.case, each.arch) for each in compiled} == {(case, arch) for case in CASES for arch in SHARED_BYTES}
     for each in compiled:
         assert each.stack_bytes == 0, f"{each.case}: registers spill on sm_{each.arch}"
-        assert each.registers <= 255 and each.registers * each.num_warps * 32 <= 65536, each
-        assert each.shared_bytes <= SHARED_BYTES[each.arch], each
-        assert each.tensor_cores or not each.kernel.startswith("attention"), each
+        attends = each.kernel.startswith("attention")
+        programs = 2 if attends and each.num_warps == 4 and each.arch == 90 else 1  # as work lists count on there
+        assert each.registers <= 255 and programs * each.registers * each.num_warps * 32 <= 65536, each
+        assert programs * (each.shared_bytes + 1024) <= SHARED_BYTES[each.arch] + 1024, each
+        assert each.tensor_cores or not attends or "float32" in each.case, each

@@ -5,6 +5,7 @@ The file is longer than 300 lines because every test runs the one interpreted en
 """
 
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,9 @@ import torch
 from cluster import build, served_model
 from cluster.config import from_tree
 from engine.config import EngineConfig
-from engine.kernels import launch
+from engine.kernels import attention_work, launch
+from engine.kernels.attention_work import Grid, Work
+from engine.kernels.paged_attention import attention_grids
 from engine.models import loading
 from engine.models.config import LongRope, ModelConfig, Rope, SlidingLayers
 from engine.models.decoder import Decoder
@@ -128,9 +131,22 @@ def test_the_same_tokens_and_the_same_cache(change: dict[str, Any], budget: int,
 def test_keys_split_between_programs(
     monkeypatch: pytest.MonkeyPatch, graph_sizes: tuple[int, ...], change: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(cuda, "num_splits", lambda *asked: 3)
+    """As on a GPU of many SMs, and as if 4 keys were worth a cut."""
+    num_merges = []
+
+    def work(grids: Sequence[Grid], *batch: Any) -> list[Work]:
+        works = attention_work.attention_work([grid._replace(block_kv=4) for grid in grids], *batch)
+        num_merges.append(sum(work.num_merges for work in works))
+        return works
+
+    monkeypatch.setattr(attention_work, "MIN_KEYS", 4)
+    monkeypatch.setattr(cuda, "attention_work", work)
+    monkeypatch.setattr(
+        cuda, "attention_grids", lambda *heads: [each._replace(num_programs=6) for each in attention_grids(*heads)]
+    )
     model = model_of(replace(TINY, **change))
     assert answers(by_kernels(model, graph_sizes=graph_sizes), 64) == answers(by_torch(model), 64)
+    assert any(num_merges)
 
 
 @pytest.mark.parametrize("change", [{}, GEMMA3, PHI3], ids=["llama", "gemma 3", "phi 3"])

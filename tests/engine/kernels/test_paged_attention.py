@@ -1,8 +1,26 @@
+"""The walking kernel and its merge against the reference, over batches of every kind.
+
+The file is longer than 300 lines because all its tests lay out a cache and compare in the one way that its head has.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
 import pytest
 import torch
 
 from engine.kernels import reference
-from engine.kernels.paged_attention import MAX_SPLITS, attention_kernel, num_splits, paged_attention, workspace_size
+from engine.kernels.attention_work import Work, attention_work, list_size, views
+from engine.kernels.paged_attention import (
+    MERGE_PARTS,
+    Launch,
+    attention_grids,
+    attention_kernel,
+    make_workspace,
+    merge_kernel,
+    paged_attention,
+    variants,
+)
 from tests.engine.kernels.compare import DTYPES, TOLERANCE, poisoned, row_strided
 
 NUM_LAYERS, LAYER = 2, 1
@@ -21,7 +39,49 @@ def assert_rows_close(ours: torch.Tensor, expected: torch.Tensor) -> None:
     assert (error < TOLERANCE[ours.dtype]).all(), f"relative error {error.max():.2e}"
 
 
-def compare(
+def attend(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    queries: list[int],
+    contexts: list[int],
+    out: torch.Tensor,
+    *,
+    layer: int = LAYER,
+    num_sms: int = 1,
+    window: int = 0,
+    padded_to: int | None = None,
+) -> list[Work]:
+    """The kernel over the batch, on a GPU of `num_sms`. `padded_to`: as a graph of so many decodes."""
+    num_heads, head_dim, num_kv_heads = *q.shape[1:], cache.shape[3]
+    grids = attention_grids(num_heads, num_kv_heads, head_dim, q.dtype, num_sms)
+    starts, lengths = np.cumsum([0, *queries]), np.array(contexts)
+    works = attention_work(grids, starts, lengths, window)
+    launches = [Launch(work.grid, torch.from_numpy(work.array), work.num_merges) for work in works]
+    if padded_to is not None:
+        (work,), most = works, grids[0].num_programs - 1
+        static = torch.full((list_size(work.grid, padded_to + most),), 2**30, dtype=torch.int32)
+        static[: len(work.array)] = torch.from_numpy(work.array)
+        launches = [Launch(work.grid, static, most)]
+    workspace = make_workspace(grids, num_heads, num_kv_heads, head_dim, q.device)
+    for poison in workspace:
+        poison.fill_(torch.nan)
+    paged_attention(
+        q, cache, layer, block_tables, torch.from_numpy(starts).int(), torch.from_numpy(lengths).int(), out,
+        scale=head_dim**-0.5, launches=launches, workspace=workspace, window=window,
+    )  # fmt: skip
+    return works
+
+
+class Batch(NamedTuple):
+    q: torch.Tensor
+    cache: torch.Tensor
+    block_tables: torch.Tensor
+    queries: list[int]
+    contexts: list[int]
+
+
+def make_batch(
     queries: list[int],
     contexts: list[int],
     *,
@@ -30,13 +90,10 @@ def compare(
     head_dim: int = 64,
     block_size: int = 16,
     dtype: torch.dtype = torch.float16,
-    splits: int = 1,
-    strided: bool = False,
     window: int = 0,
-) -> None:
+) -> Batch:
     """Sequence b brings queries[b] tokens and has contexts[b] in the cache. What it does not own of cache and table is
-    poison, and so is what lies before the window of its first query. The function is longer than 50 lines because it
-    lays out one cache, step by step.
+    poison, and so is what lies before the window of its first query.
     """
     table_width = max(-(-context // block_size) for context in contexts) + 2
     num_blocks = sum(-(-context // block_size) for context in contexts) + 1
@@ -44,43 +101,42 @@ def compare(
     block_tables = torch.full((len(contexts), table_width), 2**30, dtype=torch.int32)
     free = (torch.randperm(num_blocks - 1) + 1).tolist()
     for b, context in enumerate(contexts):
-        for position in range(max(0, context - queries[b] + 1 - window) if window else 0, context):
-            if block_tables[b, position // block_size] == 2**30:
-                block_tables[b, position // block_size] = free.pop()
-            block = block_tables[b, position // block_size]
-            cache[block, LAYER, :, :, position % block_size] = torch.randn(2, num_kv_heads, head_dim)
-    starts = torch.tensor([0, *queries], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        first = max(0, context - queries[b] + 1 - window) if window else 0
+        for begin in range(first // block_size * block_size, context, block_size):
+            block_tables[b, begin // block_size] = block = free.pop()
+            known = slice(max(first - begin, 0), min(context - begin, block_size))
+            cache[block, LAYER, :, :, known] = torch.randn(2, num_kv_heads, known.stop - known.start, head_dim).to(
+                dtype
+            )
     q = 2 * torch.randn(sum(queries), num_heads, head_dim).to(dtype)
-    outs = [poisoned(sum(queries), num_heads, head_dim, dtype=dtype) for _ in range(2)]
+    return Batch(q, cache, block_tables, queries, contexts)
+
+
+def compare(
+    queries: list[int],
+    contexts: list[int],
+    *,
+    num_sms: int = 1,
+    strided: bool = False,
+    window: int = 0,
+    **how: Any,
+) -> list[Work]:
+    """The kernel against the reference; returns how the work was divided."""
+    batch = make_batch(queries, contexts, window=window, **how)
+    q, cache, block_tables = batch.q, batch.cache, batch.block_tables
+    outs = [poisoned(*q.shape, dtype=q.dtype) for _ in range(2)]
     ours, given = (row_strided(outs[0]), row_strided(q)) if strided else (outs[0], q)
-    workspace = (
-        poisoned(workspace_size(len(contexts), num_heads, head_dim, splits), dtype=torch.float32)
-        if splits > 1
-        else None
-    )
-    lengths = torch.tensor(contexts, dtype=torch.int32)
-    most = max(queries)
-    scale = head_dim**-0.5
-    paged_attention(
-        given,
-        cache,
-        LAYER,
-        block_tables,
-        starts,
-        lengths,
-        ours,
-        scale=scale,
-        max_num_queries=most,
-        num_splits=splits,
-        workspace=workspace,
-        window=window,
-    )
+    works = attend(given, cache, block_tables, queries, contexts, ours, num_sms=num_sms, window=window)
     if window:
         cache, block_tables = cache.nan_to_num(), block_tables % 2**30
+    starts = torch.tensor([0, *queries]).cumsum(0)
     reference.paged_attention(
-        q, cache, LAYER, block_tables, starts, lengths, outs[1], scale=scale, max_num_queries=most, window=window
+        q, cache, LAYER, block_tables, starts, torch.tensor(contexts), outs[1], scale=q.shape[2] ** -0.5, window=window
     )
-    assert_rows_close(ours, outs[1])
+    padding = torch.repeat_interleave(torch.tensor(contexts) == 0, torch.tensor(queries))
+    assert ours[padding].isnan().all(), "padding was written"
+    assert_rows_close(ours[~padding], outs[1][~padding])
+    return works
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -134,10 +190,10 @@ def test_windows_in_chunks_and_decodes(window: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("window", [1, 15, 64, 100])
-@pytest.mark.parametrize("splits", [1, 3])
-def test_windows_of_decodes(splits: int, window: int) -> None:
+@pytest.mark.parametrize("num_sms", [1, 20])
+def test_windows_of_decodes(num_sms: int, window: int) -> None:
     contexts = [1, 14, 15, 16, 17, 63, 64, 65, 99, 100, 101, 129, 300]
-    compare([1] * len(contexts), contexts, splits=splits, window=window)
+    compare([1] * len(contexts), contexts, num_sms=num_sms, window=window)
 
 
 def test_windows_of_drafts() -> None:
@@ -146,11 +202,11 @@ def test_windows_of_drafts() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [16, 32, 96, 256])
-@pytest.mark.parametrize("splits", [1, 3])
-def test_widths_of_heads(splits: int, head_dim: int, dtype: torch.dtype) -> None:
-    queries, contexts = ([1, 1], [300, 21]) if splits > 1 else ([1, 70], [70, 91])
+@pytest.mark.parametrize("num_sms", [1, 8])
+def test_widths_of_heads(num_sms: int, head_dim: int, dtype: torch.dtype) -> None:
+    queries, contexts = ([1, 1], [700, 21]) if num_sms > 1 else ([1, 70], [70, 91])
     for window in (0, 50):
-        compare(queries, contexts, head_dim=head_dim, dtype=dtype, splits=splits, strided=True, window=window)
+        compare(queries, contexts, head_dim=head_dim, dtype=dtype, num_sms=num_sms, strided=True, window=window)
 
 
 def test_chunks_begin_at_before_and_after_the_edge_of_a_tile() -> None:
@@ -164,39 +220,99 @@ def test_a_long_chunk_with_multi_head_attention() -> None:
     compare([150, 1, 130], [150, 20, 290], num_heads=2, num_kv_heads=2)
 
 
-def test_more_sequences_than_one_look_at_the_starts() -> None:
-    """A tile's sequence is searched among 256 at a time."""
-    queries = [1] * 255 + [3, 1, 2, 1]
-    compare(queries, [n + 1 for n in queries], num_heads=1, num_kv_heads=1, head_dim=16, dtype=torch.float32)
+# decodes, drafts and chunks, cut where they are long; (queries, contexts)
+SKEWED = {
+    "one long decode": ([1], [1500]),
+    "one long decode among short ones": ([1] * 9, [40, 17, 1, 1300, 64, 3, 0, 65, 300]),
+    "drafts": ([5, 3, 1, 5, 0, 4], [900, 40, 129, 5, 17, 64]),
+    "a long prompt and decodes": ([150, 1, 1, 1], [150, 700, 5, 70]),
+    "a late chunk, drafts and decodes": ([40, 1, 6, 2, 1], [700, 300, 200, 64, 0]),
+    "prompts of unequal length": ([70, 33, 20], [70, 33, 400]),
+}
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("splits", [2, 5])
-def test_split_keys(splits: int, dtype: torch.dtype) -> None:
-    """Contexts that give every split work, and some or all of them none."""
-    queries = [1, 1, 1, 1, 0, 1]
-    compare(queries, [300, 129, 64, 1, 17, 0], num_heads=6, num_kv_heads=2, dtype=dtype, splits=splits, strided=True)
+@pytest.mark.parametrize(
+    ("dtype", "window"), [(torch.float16, 0), (torch.float16, 100), (torch.float16, 450), (torch.float32, 0)]
+)
+@pytest.mark.parametrize("name", SKEWED)
+def test_tiles_cut_between_programs(name: str, window: int, dtype: torch.dtype) -> None:
+    works = compare(*SKEWED[name], num_heads=3, dtype=dtype, num_sms=16, strided=True, window=window)
+    assert window or any(work.num_merges for work in works)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (5, 1), (20, 1), (40, 2)])
+def test_parts_of_groups_of_any_size(num_heads: int, num_kv_heads: int, dtype: torch.dtype) -> None:
+    """Also of more heads than the lowest tile has rows."""
+    works = compare([1, 40, 3], [900, 700, 20], num_heads=num_heads, num_kv_heads=num_kv_heads, dtype=dtype, num_sms=16)
+    assert any(work.num_merges for work in works)
+
+
+def test_more_parts_of_a_tile_than_the_merge_takes_at_once() -> None:
+    (work,) = compare([1], [256 * 20 + 7], head_dim=16, num_sms=10)
+    assert work.num_merges == 1 and work.grid.num_programs == 20 > 2 * MERGE_PARTS
+
+
+@pytest.mark.parametrize("window", [0, 100])
+def test_padded_or_not_and_again_bits_are_the_same(window: int) -> None:
+    """As a graph's static buffer holds the list, with what an earlier, larger batch left on the device behind it."""
+    batch = make_batch([1] * 5, [700, 3, 64, 1200, 90], num_heads=6, num_kv_heads=2)
+    q, cache, tables, queries, contexts = batch
+    outs = [poisoned(5, 6, 64, dtype=q.dtype) for _ in range(2)]
+    for out in outs:
+        attend(q, cache, tables, queries, contexts, out, num_sms=16, window=window)
+    padded = poisoned(8, 6, 64, dtype=q.dtype)
+    attend(
+        torch.cat([q, poisoned(3, 6, 64, dtype=q.dtype)]), cache, torch.cat([tables, tables[:3]]),
+        [*queries, 1, 1, 1], [*contexts, 0, 0, 0], padded, num_sms=16, window=window, padded_to=8,
+    )  # fmt: skip
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], padded[:5]) and padded[5:].isnan().all()
+
+
+def test_decodes_among_prompts_have_the_tile_that_they_have_alone() -> None:
+    works = compare([1, 100, 4, 1, 7], [300, 100, 90, 64, 64])
+    grids = attention_grids(4, 1, 64, torch.float16, 1)
+    assert [work.grid for work in works] == list(grids) and [grid.queries for grid in grids] == [4, 8, 32]
+    assert [
+        sorted({sequence for sequence, *_ in rows})
+        for rows in (views(work.grid, work.array)[2].tolist() for work in works)
+    ] == [[0, 2, 3], [4], [1]]
 
 
 def test_a_single_query_and_none() -> None:
     compare([1], [1], head_dim=128)
     compare([1], [0])
-    none = torch.empty(0, dtype=torch.int32)
-    q = torch.empty(0, 4, 64)
-    cache = torch.empty(1, 1, 2, 1, 16, 64)
-    paged_attention(
-        q, cache, 0, none.view(0, 1), torch.zeros(1, dtype=torch.int32), none, q, scale=1.0, max_num_queries=1
-    )
+    assert attention_work(attention_grids(4, 1, 64, torch.float16, 1), np.zeros(1, int), np.zeros(0, int)) == []
 
 
-def test_padding_of_a_graph_leaves_zeros_and_touches_no_table() -> None:
-    """A table may point anywhere there."""
-    out = poisoned(3, 4, 64, dtype=torch.float16)
-    cache = poisoned(2, 1, 2, 1, 16, 64, dtype=torch.float16)
-    tables, starts = torch.full((3, 1), 2**31 - 1, dtype=torch.int32), torch.arange(4, dtype=torch.int32)
-    q = poisoned(3, 4, 64, dtype=torch.float16)
-    paged_attention(q, cache, 0, tables, starts, torch.zeros(3, dtype=torch.int32), out, scale=1.0, max_num_queries=1)
-    assert torch.equal(out, torch.zeros_like(out))
+@pytest.mark.parametrize("window", [0, 5])
+def test_variants_are_all_that_any_batch_launches_and_do_nothing(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
+    launched: list[Any] = []
+    run = type(attention_kernel).run
+
+    def note(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        launched.append((self.fn.__name__, tuple(sorted(options.items()))))
+        if args[0] is idle:
+            run(self, *args, grid=grid, warmup=warmup, **options)
+
+    monkeypatch.setattr(type(attention_kernel), "run", note)
+    idle, out = (poisoned(2, 6, 64, dtype=torch.float16) for _ in range(2))
+    cache, poison = poisoned(2, NUM_LAYERS, 2, 2, 16, 64, dtype=torch.float16), torch.full((2, 1), 2**30).int()
+    grids, device = attention_grids(6, 2, 64, torch.float16, 16), out.device
+    workspace = make_workspace(grids, 6, 2, 64, device)
+    for kind, launch in variants(grids, (0, window), device):
+        paged_attention(
+            idle, cache, 0, poison, poison[:, 0], poison[:, 0], out,
+            scale=1.0, launches=[launch], workspace=workspace, window=kind,
+        )  # fmt: skip
+    assert out.isnan().all()
+    known = set(launched)
+    assert len(known) == (2 if window else 1) * len(grids) + 1
+    launched.clear()
+    for queries, contexts in SKEWED.values():
+        batch = make_batch(queries, contexts, num_heads=6, num_kv_heads=2, window=window)
+        attend(*batch, torch.empty_like(batch.q), num_sms=16, window=window)
+    assert launched and set(launched) <= known
 
 
 def test_a_block_behind_2_to_the_31_elements() -> None:
@@ -205,75 +321,21 @@ def test_a_block_behind_2_to_the_31_elements() -> None:
     assert cache.stride(0) == 1 << 20
     cache[2060, 31] = torch.randn(cache.shape[2:])
     small = cache[2060:, 31:].clone()
-    starts, contexts = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([13], dtype=torch.int32)
     q, outs = (
         torch.randn(1, 32, 128, dtype=torch.float16),
         [poisoned(1, 32, 128, dtype=torch.float16) for _ in range(2)],
     )
-    paged_attention(
-        q,
-        cache,
-        31,
-        torch.tensor([[2060]], dtype=torch.int32),
-        starts,
-        contexts,
-        outs[0],
-        scale=128**-0.5,
-        max_num_queries=1,
-    )
+    attend(q, cache, torch.tensor([[2060]], dtype=torch.int32), [1], [13], outs[0], layer=31)
     reference.paged_attention(
-        q,
-        small,
-        0,
-        torch.tensor([[0]], dtype=torch.int32),
-        starts,
-        contexts,
-        outs[1],
+        q, small, 0, torch.tensor([[0]], dtype=torch.int32), torch.tensor([0, 1]), torch.tensor([13]), outs[1],
         scale=128**-0.5,
-        max_num_queries=1,
-    )
+    )  # fmt: skip
     assert_rows_close(*outs)
 
 
 def test_layers_and_batches_are_one_kernel() -> None:
-    """Specialised on its value, a layer or a batch of 1 or a multiple of 16 would compile again in the midst of a
-    step.
-    """
-    assert attention_kernel.kwargs["do_not_specialize"] == ["layer", "num_sequences", "window", "stride_table"]
-
-
-def test_number_of_splits() -> None:
-    assert num_splits(1, 8, 100_000, 132) == MAX_SPLITS
-    assert num_splits(8, 8, 100_000, 132) == 4
-    assert num_splits(1, 8, 1000, 132) == 4  # 256 keys each at least
-    assert num_splits(32, 8, 100_000, 132) == num_splits(300, 8, 100_000, 132) == num_splits(1, 8, 200, 132) == 1
-
-
-def test_what_cannot_be_split() -> None:
-    q = torch.zeros(2, 4, 64)
-    cache = torch.zeros(2, 1, 2, 1, 16, 64)
-    tables, starts, contexts = (
-        torch.ones(1, 1, dtype=torch.int32),
-        torch.tensor([0, 2], dtype=torch.int32),
-        torch.tensor([2], dtype=torch.int32),
-    )
-    for most, splits in ((2, 2), (1, MAX_SPLITS + 1)):
-        with pytest.raises(ValueError, match="32 ways at most"):
-            paged_attention(
-                q, cache, 0, tables, starts, contexts, q, scale=1.0, max_num_queries=most, num_splits=splits
-            )
-    for workspace in (None, torch.zeros(workspace_size(1, 4, 64, 2) - 1)):
-        with pytest.raises(ValueError, match="workspace"):
-            paged_attention(
-                q,
-                cache,
-                0,
-                tables,
-                starts,
-                contexts,
-                q,
-                scale=1.0,
-                max_num_queries=1,
-                num_splits=2,
-                workspace=workspace,
-            )
+    """Specialised on its value or alignment, what varies between steps would compile again in the midst of one."""
+    assert attention_kernel.kwargs["do_not_specialize"] == ["layer", "window", "stride_table"]
+    assert attention_kernel.kwargs["do_not_specialize_on_alignment"] == ["tables", "starts", "contexts", "work"]
+    assert merge_kernel.kwargs["do_not_specialize"] == ["num_programs", "num_kv_heads"]
+    assert merge_kernel.kwargs["do_not_specialize_on_alignment"] == ["work", "starts"]

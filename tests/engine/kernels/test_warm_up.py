@@ -12,6 +12,8 @@ from triton.runtime.interpreter import GridExecutor
 
 from engine.config import EngineConfig
 from engine.kernels import block_copy, launch
+from engine.kernels.attention_work import Grid
+from engine.kernels.paged_attention import attention_grids
 from engine.kernels.rms_norm import rms_norm
 from engine.runners import cuda
 from engine.runners.cuda import CUDARunner
@@ -48,17 +50,20 @@ def config_of(**knobs: Any) -> EngineConfig:
     return EngineConfig(**(few | {"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS} | knobs))
 
 
-def runner_for(config: EngineConfig, change: dict[str, Any]) -> CUDARunner:
+def runner_for(config: EngineConfig, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> CUDARunner:
     model = model_of(replace(TINY, **({"num_layers": 1} | change)))
-    runner = CUDARunner(
+
+    def on_8_sms(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, _: int) -> tuple[Grid, ...]:
+        return attention_grids(num_heads, num_kv_heads, head_dim, dtype, 8)
+
+    monkeypatch.setattr(cuda, "attention_grids", on_8_sms)  # so many programs cut keys between them
+    return CUDARunner(
         model,
         cache_for(model),
         block_size=BLOCK_SIZE,
         max_model_len=config.max_model_len,
         graph_sizes=config.cuda_graph_sizes,
     )
-    runner.num_sms = 8  # as many programs as let keys be split
-    return runner
 
 
 def some_sampling(random: np.random.Generator) -> SamplingParams:
@@ -112,10 +117,10 @@ def answered(runner: CUDARunner, config: EngineConfig, seed: int) -> None:
     ids=["plain", "padded, two in flight", "drafts", "gemma 3", "one sequence at a time"],
 )
 def test_no_step_compiles_a_kernel_after_the_warm_up(
-    compiled: list[str], knobs: dict[str, Any], change: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, compiled: list[str], knobs: dict[str, Any], change: dict[str, Any]
 ) -> None:
     config = config_of(**knobs)
-    runner = runner_for(config, change)
+    runner = runner_for(config, change, monkeypatch)
     warm_up(runner, config)
     warmed = list(compiled)
     assert warmed
@@ -124,9 +129,9 @@ def test_no_step_compiles_a_kernel_after_the_warm_up(
     assert compiled == warmed
 
 
-def test_the_warm_up_leaves_the_cache_as_new_and_changes_no_answer() -> None:
+def test_the_warm_up_leaves_the_cache_as_new_and_changes_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(max_num_batched_tokens=3, max_num_seqs=2, max_model_len=20)
-    runner, fresh = (runner_for(config, {}) for _ in range(2))
+    runner, fresh = (runner_for(config, {}, monkeypatch) for _ in range(2))
     untouched = runner.cache[2:].clone()
     warm_up(runner, config)
     assert not runner.cache[1].any()
@@ -148,8 +153,10 @@ def test_no_step_of_the_warm_up_is_larger_than_the_largest(knobs: dict[str, Any]
         assert batch.block_tables.shape[1] * BLOCK_SIZE >= (batch.num_computed + batch.num_scheduled).max()
 
 
-def test_a_kernel_that_is_compiled_after_the_warm_up_is_told_once(compiled: list[str]) -> None:
-    runner = runner_for(config_of(), {})
+def test_a_kernel_that_is_compiled_after_the_warm_up_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, compiled: list[str]
+) -> None:
+    runner = runner_for(config_of(), {}, monkeypatch)
     first, second = (runner.execute(make_batch([[1, 2]], [0], [2], [[1]])) for _ in range(2))
     assert len(first.compiled) == len(compiled) > 3 and second.compiled == ()
     assert any(variant.startswith("attention_kernel ") for variant in first.compiled)

@@ -78,16 +78,33 @@ def fit_linears(model: Decoder, num_threads: int) -> None:
     shapes = sorted({_shape(linear) for linear in linears})
     with one_compiles(_SOURCES):
         choices = chosen(shapes, measure_shape)
+    places = _places([_shape(linear) for linear in linears if choices[_shape(linear)].layout == "panels"])
     for linear in linears:
-        linear.fit(partial(make_linear, choices[_shape(linear)], num_threads))
+        choice = choices[_shape(linear)]
+        place = next(places) if choice.layout == "panels" else None
+        linear.fit(partial(make_linear, choice, num_threads, place))
 
 
-def make_linear(choice: Choice, num_threads: int, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-    """`x @ weight.T + bias` for a bf16 weight [out, in], which is copied where the layout is not its own."""
+def _places(shapes: Sequence[Shape]) -> Iterator[torch.Tensor]:
+    """Memory for the panels of each, one after the other in one piece."""
+    if not shapes:
+        return
+    from engine.runners.cpu_matmul import huge_pages, panel_bytes
+
+    sizes = [panel_bytes(*shape) for shape in shapes]
+    yield from huge_pages(sum(sizes)).split(sizes)
+
+
+def make_linear(
+    choice: Choice, num_threads: int, place: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None
+) -> Linear:
+    """`x @ weight.T + bias` for a bf16 weight [out, in], which is copied where the layout is not its own: panels into
+    `place` if that is given.
+    """
     if choice.layout == "panels":
         from engine.runners.cpu_matmul import PanelLinear, pack
 
-        return PanelLinear(pack(weight), bias, len(weight), num_threads, choice.widened_from)
+        return PanelLinear(pack(weight, place), bias, len(weight), num_threads, choice.widened_from)
     if choice.layout == "packed":
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
 
@@ -162,7 +179,7 @@ def measure_shape(shape: Shape) -> dict[str, list[float]]:
         forms |= {"panels": Choice("panels"), "widened": Choice("panels", 0)}
     with _one_thread():
         linears = {
-            name: [make_linear(choice, 1, weight, None) for weight in weights.view(copies, num_out, num_in)]
+            name: [make_linear(choice, 1, None, weight, None) for weight in weights.view(copies, num_out, num_in)]
             for name, choice in forms.items()
         }
         seconds: dict[str, list[float]] = {name: [] for name in linears}

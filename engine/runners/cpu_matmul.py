@@ -9,7 +9,10 @@ Where torch's float32 matmul is faster at many rows, panels are widened for it a
 """
 
 import functools
+import mmap
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol, cast
 
 import torch
@@ -29,10 +32,9 @@ PANEL = 32
 """Outputs of one panel."""
 BLOCK_TERMS = 256
 """Terms that all rows go through before the next: so much of a panel (16 KiB) stays in the L1 cache."""
-AHEAD = 8192
-"""Bytes between the weights in use and those that the cache is asked for."""
 BLOCK_ROWS = 192
 """Rows that go through a panel together: as many of x and of sums stay in the L2 cache."""
+HUGE_PAGE = 2 << 20
 FEW_ROWS = 16
 """Rows that one thread brings into place alone."""
 PAIRS, WIDE = has_feature("avx512bf16"), has_feature("avx512f")
@@ -58,15 +60,36 @@ class Matmul(Protocol):
     ) -> None: ...  # fmt: skip
 
 
-def pack(weight: torch.Tensor) -> torch.Tensor:
-    """[out, in] -> panels [ceil(out / PANEL), in / 2, PANEL, 2], with rows of zeros after the last."""
+def pack(weight: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
+    """[out, in] -> panels [ceil(out / PANEL), in / 2, PANEL, 2], with rows of zeros after the last; in `memory`, uint8
+    [`panel_bytes`], if that is given.
+    """
     num_out, num_in = weight.shape
     padded = torch.nn.functional.pad(weight, (0, 0, 0, -num_out % PANEL))
-    return padded.view(-1, PANEL, num_in // 2, 2).transpose(1, 2).contiguous()
+    panels = padded.view(-1, PANEL, num_in // 2, 2).transpose(1, 2)
+    if memory is None:
+        return panels.contiguous()
+    return memory.view(weight.dtype).view(panels.shape).copy_(panels)
+
+
+def panel_bytes(num_out: int, num_in: int) -> int:
+    return -(-num_out // PANEL) * PANEL * num_in * 2
+
+
+def huge_pages(num_bytes: int) -> torch.Tensor:
+    """uint8 [num_bytes] of zeros in pages of 2 MiB where the system gives them: a step reads every weight once, and
+    looks for the address of each page that they lie in.
+    """
+    pages = mmap.mmap(-1, num_bytes + HUGE_PAGE)
+    with suppress(OSError):  # a system without them
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    first = -memory.data_ptr() % HUGE_PAGE
+    return memory[first : first + num_bytes]
 
 
 def scratch_bytes(num_rows: int, num_in: int, num_bins: int) -> int:
-    """What a `Matmul` of so many rows needs."""
+    """What a `Matmul` of so many rows needs; of more than BLOCK_ROWS not more."""
     return 4 * min(num_rows, BLOCK_ROWS) * (-(-num_in // BLOCK_TERMS) * _pitch(pairs=False) + num_bins * PANEL)
 
 
@@ -127,7 +150,7 @@ def _make_place_row(pairs: bool, key: str) -> Callable[[int, int, int, int], Non
 def _make_add_block(pairs: bool, wide: bool, key: str) -> Callable[[int, int, int, int, int], None]:
     PITCH, PANEL_BYTES = 4 * _pitch(pairs=pairs), 4 * PANEL
     form: dict[str, Any] = {
-        "pitch": _pitch(pairs=pairs), "width": PANEL, "ahead": AHEAD, "pairs": pairs
+        "pitch": _pitch(pairs=pairs), "width": PANEL, "pairs": pairs
     }  # fmt: skip
     FEW, TILE = (12, 12) if wide else (3, 5)
     whole = make_tiles(FEW, 2, **form)
@@ -176,11 +199,29 @@ def make_widen_panels() -> WidenPanels:
     return compiled(SOURCES)(widen_panels)
 
 
+class _Scratch(threading.local):
+    """Memory of one thread that only grows, so that a call of some microseconds allocates none."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._size = self._address = 0
+
+    def address(self, num_bytes: int) -> int:
+        """Of so many bytes, which the next call of the thread gets too."""
+        if num_bytes > self._size:
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8)
+            self._size, self._address = num_bytes, self._memory.data_ptr()
+        return self._address
+
+
+_scratch = _Scratch()
+
+
 class PanelLinear:
     """[T, in] -> [T, out], both bf16. Holds the weights in panels alone, and may be called by several threads."""
 
     def __init__(
-        self, panels: torch.Tensor, bias: torch.Tensor | None, num_out: int, num_threads: int, widened_from: float
+        self, panels: torch.Tensor, bias: torch.Tensor | None, num_out: int, num_threads: int, widened_from: int
     ) -> None:
         """From `widened_from` rows on torch multiplies, in float32."""
         self._panels, self._num_out, self._num_bins, self._widened_from = panels, num_out, num_threads, widened_from
@@ -189,22 +230,21 @@ class PanelLinear:
         self._bias = torch.zeros(self._num_panels * PANEL)
         if bias is not None:
             self._bias[:num_out] = bias
+        self._addresses = panels.data_ptr(), self._bias.data_ptr()
+        self._row_bytes = scratch_bytes(1, self._num_in, num_threads)
         self._matmul, self._widen_panels = make_matmul(), make_widen_panels()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.multiplied(x) if len(x) < self._widened_from else self.widened(x)
-
-    def multiplied(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.contiguous()
-        out = torch.empty(len(x), self._num_out, dtype=torch.bfloat16)
-        work = torch.empty(scratch_bytes(len(x), self._num_in, self._num_bins), dtype=torch.uint8)
-        self._matmul(
-            x.data_ptr(), len(x), self._num_in, self._panels.data_ptr(), self._num_out, self._bias.data_ptr(),
-            out.data_ptr(), work.data_ptr(), self._num_bins,
-        )  # fmt: skip
+        num_rows = x.shape[0]
+        if num_rows >= self._widened_from:
+            return self._widened(x)
+        out = torch.empty(num_rows, self._num_out, dtype=torch.bfloat16)
+        x, num_in, (panels, bias) = x.contiguous(), self._num_in, self._addresses
+        work = _scratch.address(min(num_rows, BLOCK_ROWS) * self._row_bytes)
+        self._matmul(x.data_ptr(), num_rows, num_in, panels, self._num_out, bias, out.data_ptr(), work, self._num_bins)
         return out
 
-    def widened(self, x: torch.Tensor) -> torch.Tensor:
+    def _widened(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.float()
         out = self._bias.repeat(len(x), 1)
         step = max(1, WIDENED_TERMS // (self._num_in * PANEL))

@@ -21,6 +21,9 @@ WIDTH = 16
 PRODUCT_ROWS, PRODUCT_TERMS = 8, 16
 """Rows and inner terms of one `product`."""
 
+AHEAD = 8192
+"""Bytes between the weights in use and those that are prefetched."""
+
 FLOAT, INT32, INT64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 VECTOR = ir.VectorType(FLOAT, WIDTH)
 WORDS = ir.VectorType(INT32, WIDTH)
@@ -260,6 +263,8 @@ def make_dots(num_rows: int, num_columns: int, num_terms: int, pairs: bool) -> A
         sums = [[cgutils.alloca_once_value(builder, zero) for _ in range(num_columns)] for _ in range(num_rows)]
         with cgutils.for_range(builder, ir.Constant(INT64, num_terms // (2 * WIDTH))) as loop:
             first = builder.mul(loop.index, ir.Constant(INT64, 4 * WIDTH))
+            for c in range(num_columns):
+                _prefetch(builder, builder.add(weights, first), 2 * num_terms * c + AHEAD)
             step(builder, builder.add(x, first), builder.add(weights, first), 2 * num_terms, sums)
         for r, row in enumerate(sums):
             at = builder.add(out, builder.mul(stride, ir.Constant(INT64, 4 * r)))
@@ -299,13 +304,12 @@ def _widened_step(builder: Any, x: Any, weights: Any, row_bytes: int, sums: list
             builder.store(total, place)
 
 
-def make_tiles(most_rows: int, num_vectors: int, *, pitch: int, width: int, ahead: int, pairs: bool) -> Any:
+def make_tiles(most_rows: int, num_vectors: int, *, pitch: int, width: int, pairs: bool) -> Any:
     """piece(rows, x, panel, sums, n), for 1 to `most_rows` rows: sums [rows, 16 num_vectors] += the products of n pairs
     of terms, in float32 and in the terms' order.
 
     x: rows `pitch` 4-byte words apart; a word is two bf16 if `pairs`, for the instruction that multiplies these, else
-    one float32. panel: bf16 [n, width, 2], from its first used column on; what lies `ahead` bytes behind what is used
-    is prefetched. Rows of sums are `width` floats apart.
+    one float32. panel: bf16 [n, width, 2], from its first used column on. Rows of sums are `width` floats apart.
     """
     add = _add_pairs if pairs else _add_terms
 
@@ -317,7 +321,7 @@ def make_tiles(most_rows: int, num_vectors: int, *, pitch: int, width: int, ahea
             weights = builder.add(panel, builder.mul(loop.index, ir.Constant(INT64, 4 * width)))
             words = [_load(builder, weights, 4 * WIDTH * v, WORDS) for v in range(num_vectors)]
             for v in range(num_vectors):
-                _prefetch(builder, weights, ahead + 4 * WIDTH * v)
+                _prefetch(builder, weights, AHEAD + 4 * WIDTH * v)
             add(builder, terms, words, 4 * pitch, places)
         for row, row_offsets in zip(places, offsets, strict=True):
             for place, at in zip(row, row_offsets, strict=True):

@@ -46,7 +46,7 @@ def check_kernels() -> None:
         )
         for bias in (None, with_bias):
             for form in forms:
-                linear = cpu_linears.make_linear(form, 2, weight, bias)
+                linear = cpu_linears.make_linear(form, 2, None, weight, bias)
                 for num_rows in NUM_ROWS if form == Choice("panels") else (1, 4, 5, 200):
                     x = torch.randn(num_rows, num_in, generator=generator).bfloat16()
                     check_close(linear(x), x, weight, bias)

@@ -33,10 +33,12 @@ PANEL = 32
 BLOCK_TERMS = 256
 """Terms that all rows go through before the next: so much of a panel (16 KiB) stays in the L1 cache."""
 BLOCK_ROWS = 192
-"""Rows that go through a panel together: as many of x and of sums stay in the L2 cache."""
+"""Rows that go through a panel together: so many of x, and their sums, stay in the L2 cache."""
 HUGE_PAGE = 2 << 20
-FEW_ROWS = 16
-"""Rows that one thread brings into place alone."""
+MOST_ROWS = 1024
+"""Rows that are brought into place at a time."""
+FEW_ROWS = 64
+"""As many are brought into place faster by one thread than by several."""
 PAIRS, WIDE = has_feature("avx512bf16"), has_feature("avx512f")
 """Whether one instruction multiplies and adds bf16 in pairs; whether there are registers for tiles of 12 rows by a
 panel, not by half of one.
@@ -89,8 +91,9 @@ def huge_pages(num_bytes: int) -> torch.Tensor:
 
 
 def scratch_bytes(num_rows: int, num_in: int, num_bins: int) -> int:
-    """What a `Matmul` of so many rows needs; of more than BLOCK_ROWS not more."""
-    return 4 * min(num_rows, BLOCK_ROWS) * (-(-num_in // BLOCK_TERMS) * _pitch(pairs=False) + num_bins * PANEL)
+    """What a `Matmul` of so many rows needs."""
+    placed = min(num_rows, MOST_ROWS) * -(-num_in // BLOCK_TERMS) * 4 * _pitch(pairs=False)
+    return placed + num_bins * min(num_rows, BLOCK_ROWS) * 4 * PANEL
 
 
 def _pitch(*, pairs: bool) -> int:
@@ -110,26 +113,31 @@ def make_matmul(*, pairs: bool = PAIRS, wide: bool = WIDE) -> Matmul:
     ) -> None:
         num_panels, num_pairs = (num_out + PANEL - 1) // PANEL, num_in // 2
         num_blocks = (num_in + BLOCK_TERMS - 1) // BLOCK_TERMS
-        for first in range(0, num_rows, BLOCK_ROWS):
-            rows = min(BLOCK_ROWS, num_rows - first)
-            if rows < FEW_ROWS:
-                for r in range(rows):
-                    place_row(x + (first + r) * num_in * 2, num_in, work + r * PITCH, rows)
+        for start in range(0, num_rows, MOST_ROWS):
+            placed = min(MOST_ROWS, num_rows - start)
+            if placed < FEW_ROWS:
+                for r in range(placed):
+                    place_row(x + (start + r) * num_in * 2, num_in, work + r * PITCH, placed)
             else:
-                for r in prange(rows):
-                    place_row(x + (first + r) * num_in * 2, num_in, work + r * PITCH, rows)
+                for r in prange(placed):
+                    place_row(x + (start + r) * num_in * 2, num_in, work + r * PITCH, placed)
             for b in prange(num_bins):
-                sums = work + min(BLOCK_ROWS, num_rows) * (num_blocks * PITCH + b * PANEL_BYTES)
-                for p in range(num_panels * b // num_bins, num_panels * (b + 1) // num_bins):
-                    for r in range(rows):
-                        begin(bias + p * PANEL_BYTES, sums + r * PANEL_BYTES)
-                    for block in range(num_blocks):
-                        pair = block * BLOCK_PAIRS
-                        panel = panels + (p * num_pairs + pair) * PANEL_BYTES
-                        add_block(rows, work + block * rows * PITCH, panel, sums, min(BLOCK_PAIRS, num_pairs - pair))
-                    to = out + (first * num_out + p * PANEL) * 2
-                    for r in range(rows):
-                        end(sums + r * PANEL_BYTES, to + r * num_out * 2, min(PANEL, num_out - p * PANEL))
+                sums = work + placed * num_blocks * PITCH + b * min(BLOCK_ROWS, num_rows) * PANEL_BYTES
+                for first in range(0, placed, BLOCK_ROWS):
+                    rows = min(BLOCK_ROWS, placed - first)
+                    for p in range(num_panels * b // num_bins, num_panels * (b + 1) // num_bins):
+                        for r in range(rows):
+                            begin(bias + p * PANEL_BYTES, sums + r * PANEL_BYTES)
+                        for block in range(num_blocks):
+                            pair = block * BLOCK_PAIRS
+                            terms, panel = block * placed + first, p * num_pairs + pair
+                            add_block(
+                                rows, work + terms * PITCH, panels + panel * PANEL_BYTES, sums,
+                                min(BLOCK_PAIRS, num_pairs - pair),
+                            )  # fmt: skip
+                        to = out + ((start + first) * num_out + p * PANEL) * 2
+                        for r in range(rows):
+                            end(sums + r * PANEL_BYTES, to + r * num_out * 2, min(PANEL, num_out - p * PANEL))
 
     return compiled(SOURCES, KEY)(matmul)
 
@@ -231,7 +239,6 @@ class PanelLinear:
         if bias is not None:
             self._bias[:num_out] = bias
         self._addresses = panels.data_ptr(), self._bias.data_ptr()
-        self._row_bytes = scratch_bytes(1, self._num_in, num_threads)
         self._matmul, self._widen_panels = make_matmul(), make_widen_panels()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -240,7 +247,7 @@ class PanelLinear:
             return self._widened(x)
         out = torch.empty(num_rows, self._num_out, dtype=torch.bfloat16)
         x, num_in, (panels, bias) = x.contiguous(), self._num_in, self._addresses
-        work = _scratch.address(min(num_rows, BLOCK_ROWS) * self._row_bytes)
+        work = _scratch.address(scratch_bytes(num_rows, num_in, self._num_bins))
         self._matmul(x.data_ptr(), num_rows, num_in, panels, self._num_out, bias, out.data_ptr(), work, self._num_bins)
         return out
 

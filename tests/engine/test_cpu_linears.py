@@ -16,7 +16,7 @@ from engine.models.decoder import StoredLinear
 from engine.models.loading import build_model
 from engine.runners import cpu_linears, cpu_matmul
 from engine.runners.cpu_linears import NEVER, ROWS, Choice, Shape, choose, chosen, fastest_calls, fit_linears
-from engine.runners.cpu_matmul import BLOCK_ROWS, PanelLinear, pack
+from engine.runners.cpu_matmul import BLOCK_ROWS, MOST_ROWS, PanelLinear, pack
 from jit.kernel_cache import one_compiles
 from tests.engine.test_kernel_cache import DAMAGES
 from tests.engine.test_torch_runner_golden import AVX2_ONLY
@@ -24,7 +24,7 @@ from tests.engine.tiny_llama import TINY, random_tensors
 from tests.hang import HANG_S
 
 SHAPES = [(1, 32), (31, 96), (64, 256), (97, 288), (200, 544)]
-NUM_ROWS = (*range(1, 15), 25, BLOCK_ROWS, BLOCK_ROWS + 3)
+NUM_ROWS = (*range(1, 15), 25, BLOCK_ROWS, BLOCK_ROWS + 3, MOST_ROWS + 2)
 
 
 def check_close(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -75,13 +75,21 @@ def test_a_row_does_not_depend_on_those_beside_it(
 ) -> None:
     if pairs and not cpu_matmul.PAIRS:
         pytest.skip("this CPU has no instructions for bf16")
-    weight, x = torch.randn(130, 544).bfloat16(), torch.randn(BLOCK_ROWS + 20, 544).bfloat16()
+    weight, x = torch.randn(130, 544).bfloat16(), torch.randn(MOST_ROWS + 20, 544).bfloat16()
     linear = PanelLinear(pack(weight), None, 130, num_threads, NEVER)
     monkeypatch.setattr(linear, "_matmul", cpu_matmul.make_matmul(pairs=pairs, wide=wide))
     with one_compiles(cpu_matmul.SOURCES):
         together = linear(x)
     check_close(together, x, weight, None)
-    for first, num_rows in ((0, 1), (1, 2), (5, 7), (9, 13), (0, BLOCK_ROWS + 1), (BLOCK_ROWS - 5, 25)):
+    for first, num_rows in (
+        (0, 1),
+        (1, 2),
+        (5, 7),
+        (9, 13),
+        (0, BLOCK_ROWS + 1),
+        (BLOCK_ROWS - 5, 25),
+        (MOST_ROWS - 1, 2),
+    ):
         assert torch.equal(linear(x[first : first + num_rows]), together[first : first + num_rows])
 
 

@@ -35,10 +35,12 @@ BLOCK_TERMS = 256
 BLOCK_ROWS = 192
 """Rows that go through a panel together: so many of x, and their sums, stay in the L2 cache."""
 HUGE_PAGE = 2 << 20
+SHARES = 4
+"""Each thread gets as many panels, or rows of x are worked on in groups: so shares are about equal."""
 MOST_ROWS = 1024
 """Rows that are brought into place at a time."""
 FEW_ROWS = 64
-"""As many are brought into place faster by one thread than by several."""
+"""Fewer are not shared by threads."""
 PAIRS, WIDE = has_feature("avx512bf16"), has_feature("avx512f")
 """Whether one instruction multiplies and adds bf16 in pairs; whether there are registers for tiles of 12 rows by a
 panel, not by half of one.
@@ -121,23 +123,25 @@ def make_matmul(*, pairs: bool = PAIRS, wide: bool = WIDE) -> Matmul:
             else:
                 for r in prange(placed):
                     place_row(x + (start + r) * num_in * 2, num_in, work + r * PITCH, placed)
+            groups = max(
+                (placed + BLOCK_ROWS - 1) // BLOCK_ROWS, min(placed // FEW_ROWS, SHARES * num_bins // num_panels)
+            )
             for b in prange(num_bins):
                 sums = work + placed * num_blocks * PITCH + b * min(BLOCK_ROWS, num_rows) * PANEL_BYTES
-                for first in range(0, placed, BLOCK_ROWS):
-                    rows = min(BLOCK_ROWS, placed - first)
-                    for p in range(num_panels * b // num_bins, num_panels * (b + 1) // num_bins):
-                        for r in range(rows):
-                            begin(bias + p * PANEL_BYTES, sums + r * PANEL_BYTES)
-                        for block in range(num_blocks):
-                            pair = block * BLOCK_PAIRS
-                            terms, panel = block * placed + first, p * num_pairs + pair
-                            add_block(
-                                rows, work + terms * PITCH, panels + panel * PANEL_BYTES, sums,
-                                min(BLOCK_PAIRS, num_pairs - pair),
-                            )  # fmt: skip
-                        to = out + ((start + first) * num_out + p * PANEL) * 2
-                        for r in range(rows):
-                            end(sums + r * PANEL_BYTES, to + r * num_out * 2, min(PANEL, num_out - p * PANEL))
+                for item in range(groups * num_panels * b // num_bins, groups * num_panels * (b + 1) // num_bins):
+                    group, p = item // num_panels, item % num_panels
+                    first = placed * group // groups
+                    rows = placed * (group + 1) // groups - first
+                    for r in range(rows):
+                        begin(bias + p * PANEL_BYTES, sums + r * PANEL_BYTES)
+                    for block in range(num_blocks):
+                        pair = block * BLOCK_PAIRS
+                        terms, panel = block * placed + first, p * num_pairs + pair
+                        n = min(BLOCK_PAIRS, num_pairs - pair)
+                        add_block(rows, work + terms * PITCH, panels + panel * PANEL_BYTES, sums, n)
+                    to = out + ((start + first) * num_out + p * PANEL) * 2
+                    for r in range(rows):
+                        end(sums + r * PANEL_BYTES, to + r * num_out * 2, min(PANEL, num_out - p * PANEL))
 
     return compiled(SOURCES, KEY)(matmul)
 
@@ -160,7 +164,7 @@ def _make_add_block(pairs: bool, wide: bool, key: str) -> Callable[[int, int, in
     form: dict[str, Any] = {
         "pitch": _pitch(pairs=pairs), "width": PANEL, "pairs": pairs
     }  # fmt: skip
-    FEW, TILE = (12, 12) if wide else (3, 5)
+    FEW, TILE = (12, 12) if wide else (3, 6)
     whole = make_tiles(FEW, 2, **form)
     half = whole if wide else make_tiles(TILE, 1, **form)
 

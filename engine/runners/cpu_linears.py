@@ -16,7 +16,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -46,9 +46,6 @@ TURNS, LEAST_TURNS, TURNS_S = 40, 4, 0.005
 """Calls of each kernel: up to TURNS as long as they take less than TURNS_S in all, and LEAST_TURNS in any case."""
 HOPELESS = 2.0
 """A kernel that was slower than another by this factor twice is not called again."""
-TERMS = 32
-"""What panels hold has a multiple of so many inputs."""
-
 _HAS_NUMBA = find_spec("numba") is not None
 _SOURCES = (__file__, str(Path(__file__).with_name("cpu_matmul.py")), str(Path(__file__).with_name("cpu_simd.py")))
 
@@ -64,8 +61,7 @@ class Choice(NamedTuple):
 
 def fit_linears(model: Decoder, num_threads: int) -> None:
     """Gives each stored bf16 linear of the model the form that was chosen for its shape, unless it has one already.
-    Measures, up to 3 s, where no choice was kept.
-
+    Measures, up to 3 s, where no choice was kept. Compiles the kernels, or finds them compiled.
     """
     linears = [
         linear
@@ -78,11 +74,24 @@ def fit_linears(model: Decoder, num_threads: int) -> None:
     shapes = sorted({_shape(linear) for linear in linears})
     with one_compiles(_SOURCES):
         choices = chosen(shapes, measure_shape)
+        _compile(choices.values())
     places = _places([_shape(linear) for linear in linears if choices[_shape(linear)].layout == "panels"])
     for linear in linears:
         choice = choices[_shape(linear)]
         place = next(places) if choice.layout == "panels" else None
         linear.fit(partial(make_linear, choice, num_threads, place))
+
+
+def _compile(choices: Iterable[Choice]) -> None:
+    """The kernels that are called, so that the first step does not."""
+    by_panels = [choice for choice in choices if choice.layout == "panels"]
+    if not by_panels:
+        return
+    from engine.runners.cpu_matmul import PANEL, TERMS
+
+    for widened_from in {0 if choice.widened_from < NEVER else NEVER for choice in by_panels} | {NEVER}:
+        weight = torch.zeros(PANEL, TERMS, dtype=torch.bfloat16)
+        make_linear(Choice("panels", widened_from), 1, None, weight, None)(weight)
 
 
 def _places(shapes: Sequence[Shape]) -> Iterator[torch.Tensor]:
@@ -175,9 +184,9 @@ def measure_shape(shape: Shape) -> dict[str, list[float]]:
     forms = {"stored": Choice("stored")}
     if can_pack():
         forms |= {"packed": Choice("packed")}
-    if _HAS_NUMBA and num_in % TERMS == 0:
+    if _HAS_NUMBA and _fits_panels(num_in):
         forms |= {"panels": Choice("panels"), "widened": Choice("panels", 0)}
-    with _one_thread():
+    with one_thread():
         linears = {
             name: [make_linear(choice, 1, None, weight, None) for weight in weights.view(copies, num_out, num_in)]
             for name, choice in forms.items()
@@ -192,7 +201,7 @@ def measure_shape(shape: Shape) -> dict[str, list[float]]:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Neither torch nor our own kernels use others."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -241,6 +250,12 @@ def _shape(linear: StoredLinear) -> Shape:
     assert linear.weight is not None
     num_out, num_in = linear.weight.shape
     return num_out, num_in
+
+
+def _fits_panels(num_in: int) -> bool:
+    from engine.runners.cpu_matmul import TERMS
+
+    return num_in % TERMS == 0
 
 
 def _made_for() -> str:

@@ -161,9 +161,7 @@ def _make_place_row(pairs: bool, key: str) -> Callable[[int, int, int, int], Non
 
 def _make_add_block(pairs: bool, wide: bool, key: str) -> Callable[[int, int, int, int, int], None]:
     PITCH, PANEL_BYTES = 4 * _pitch(pairs=pairs), 4 * PANEL
-    form: dict[str, Any] = {
-        "pitch": _pitch(pairs=pairs), "width": PANEL, "pairs": pairs
-    }  # fmt: skip
+    form: dict[str, Any] = {"pitch": _pitch(pairs=pairs), "width": PANEL, "pairs": pairs}
     FEW, TILE = (12, 12) if wide else (3, 6)
     whole = make_tiles(FEW, 2, **form)
     half = whole if wide else make_tiles(TILE, 1, **form)

@@ -4,7 +4,7 @@ import errno
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,17 @@ pytest.importorskip("numba")
 from engine.models.decoder import StoredLinear
 from engine.models.loading import build_model
 from engine.runners import cpu_linears, cpu_matmul
-from engine.runners.cpu_linears import NEVER, ROWS, Choice, Shape, choose, chosen, fastest_calls, fit_linears
+from engine.runners.cpu_linears import (
+    NEVER,
+    ROWS,
+    Choice,
+    Shape,
+    choose,
+    chosen,
+    fastest_calls,
+    fit_linears,
+    one_thread,
+)
 from engine.runners.cpu_matmul import BLOCK_ROWS, MOST_ROWS, PanelLinear, pack
 from jit.kernel_cache import one_compiles
 from tests.engine.test_kernel_cache import DAMAGES
@@ -25,6 +35,13 @@ from tests.hang import HANG_S
 
 SHAPES = [(1, 32), (31, 96), (64, 256), (97, 288), (200, 544)]
 NUM_ROWS = (*range(1, 15), 25, BLOCK_ROWS, BLOCK_ROWS + 3, MOST_ROWS + 2)
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    """Several threads would only wait for each other; shares are made for as many as a kernel is told of."""
+    with one_thread():
+        yield
 
 
 def check_close(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -105,6 +122,23 @@ def test_values_that_bf16_has_no_others_for() -> None:
     assert tied(x).tolist() == [[1.0] * 32]
     x[0, 1] = 2.0**-7
     assert tied(x).tolist() == [[1.0 + 2.0**-6] * 32]
+
+
+@pytest.mark.parametrize(("num_rows", "num_threads"), [(0, 2), (1, 16), (130, 16), (200, 5)])
+def test_more_threads_than_panels(num_rows: int, num_threads: int) -> None:
+    weight, x = torch.randn(70, 96).bfloat16(), torch.randn(num_rows, 96).bfloat16()
+    check_close(PanelLinear(pack(weight), None, 70, num_threads, NEVER)(x), x, weight, None)
+
+
+def test_panels_in_given_memory() -> None:
+    weight = torch.randn(70, 96).bfloat16()
+    memory = cpu_matmul.huge_pages(cpu_matmul.panel_bytes(70, 96))
+    panels = pack(weight, memory)
+    assert torch.equal(panels, pack(weight)) and panels.data_ptr() == memory.data_ptr()
+
+
+def test_what_panels_cannot_hold_is_left_to_torch() -> None:
+    assert set(cpu_linears.measure_shape((40, 33))) <= {"stored", "packed"}
 
 
 def test_a_fitted_model_holds_each_weight_once() -> None:
@@ -250,4 +284,5 @@ def test_a_file_where_the_folder_should_be(tmp_path: Path, monkeypatch: pytest.M
 
 if __name__ == "__main__":
     print(torch.backends.cpu.get_cpu_capability(), cpu_matmul.PAIRS, cpu_matmul.WIDE)
-    check_kernels()
+    with one_thread():
+        check_kernels()

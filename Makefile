@@ -5,8 +5,8 @@
 # make format   rewrites the tree in the house format
 # make proto    regenerates the gRPC stubs from twopass/proto/twopass.proto
 # make docs     rewrites the tables of docs/handoff.md from the code; a test compares them
-# make bench    figures of this machine in about 10 minutes: scheduler, transfer, router, serving, interference and
-#               preemption
+# make bench    figures of this machine in about 12 minutes: scheduler, linears and steps, transfer, router, serving,
+#               interference and preemption
 # make soak     ten minutes of mixed load; exits 1 when blocks or memory do not come back; ARGS="--minutes 60" is passed
 #               on
 #
@@ -57,6 +57,7 @@ docs: setup
 
 bench: setup
 	$(BIN)/python -m bench.scheduler_time --json
+	$(BIN)/python -m bench.runner
 	$(BIN)/python -m bench.transfer --json
 	$(BIN)/python -m bench.router_overhead
 	$(BIN)/python -m bench.serving

@@ -8,7 +8,6 @@ import hashlib
 import logging
 import os
 import pickle
-import secrets
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,6 +21,7 @@ from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 
 from jit.cache_dir import cache_dir
+from jit.kept_files import digest, keep, read_kept
 from jit.openmp import PARALLEL
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -32,7 +32,6 @@ the constants that become part of the code.
 
 _log = logging.getLogger(__name__)
 _told = Event()
-_DIGEST_BYTES = 16
 _VERSIONS = f"{numba.__version__} {llvmlite.__version__} {sys.implementation.cache_tag}"
 
 
@@ -57,15 +56,11 @@ class KernelCache:
         target_context.refresh()
         path = self._path(signature, target_context.codegen())
         try:
-            data = path.read_bytes()
-        except FileNotFoundError:
-            return None
+            code = read_kept(path)
         except OSError as error:
             _say_once(f"{path}: cannot be read: {error.strerror}")
             return None
-        digest, code = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
-        if _digest(code) != digest:
-            _say_once(f"{path}: damaged")
+        if code is None:
             return None
         return CompileResult._rebuild(target_context, *pickle.loads(code))
 
@@ -73,26 +68,15 @@ class KernelCache:
         """Keeps a compiled function, unless its code holds addresses of this process."""
         if compiled.library.has_dynamic_globals or any(not loop.can_cache for loop in compiled.lifted):
             return
-        code = dumps(compiled._reduce())
-        path = self._path(signature, compiled.codegen)
-        written = path.with_suffix(f".{secrets.token_hex(4)}")
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            written.write_bytes(_digest(code) + code)
-            written.replace(path)
+            keep(self._path(signature, compiled.codegen), dumps(compiled._reduce()))
         except OSError as error:
             _say_once(f"{self._folder}: cannot be written: {error.strerror}")
-            with suppress(OSError):
-                written.unlink(missing_ok=True)
 
     def _path(self, signature: Any, codegen: Any) -> Path:
         """The file for a signature. The code also depends on the CPU that it is made for."""
         made_for = f"{signature} {codegen.magic_tuple()} {self._key}"
-        return self._folder / f"{self._name}-{_digest(made_for.encode()).hex()}.nbc"
-
-
-def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
+        return self._folder / f"{self._name}-{digest(made_for.encode()).hex()}.nbc"
 
 
 def _say_once(problem: str) -> None:
@@ -107,7 +91,7 @@ def folder_of(sources: Sources) -> Path:
 
     Raises OSError where a source cannot be read or there is no place for a cache.
     """
-    digests = b"".join(_digest(Path(path).read_bytes()) for path in (*sources, __file__))
+    digests = b"".join(digest(Path(path).read_bytes()) for path in (*sources, __file__))
     name = hashlib.blake2b(digests + f"{_VERSIONS} {PARALLEL}".encode(), digest_size=12).hexdigest()
     return cache_dir() / "kernels" / name
 

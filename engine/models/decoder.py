@@ -21,6 +21,28 @@ Linear = Callable[[torch.Tensor], torch.Tensor]
 """[T, in] -> [T, out], both in the model's dtype."""
 
 
+class StoredLinear:
+    """`x @ weight.T + bias` by torch, weight [out, in], until a runner fits it to its hardware: then its weight is held
+    only in the form that the runner gave it, and `weight` is None.
+    """
+
+    __slots__ = ("_compute", "bias", "weight")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.weight: torch.Tensor | None = weight
+        self.bias = bias
+        self._compute: Linear = lambda x: torch.nn.functional.linear(x, weight, bias)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._compute(x)
+
+    def fit(self, make: Callable[[torch.Tensor, torch.Tensor | None], Linear]) -> None:
+        """From here on it computes by what `make` makes of weight and bias. Only once."""
+        assert self.weight is not None, "fitted before"
+        self._compute = make(self.weight, self.bias)
+        self.weight = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
     """Norm weights are float32 [hidden]."""
@@ -39,7 +61,9 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
-    """Weights of one model, read-only from here on; several runners of one process may share them."""
+    """Weights of one model; several runners of one process may share them. None is changed, but the first runner on a
+    CPU may lay out those of the linears as it reads them fastest.
+    """
 
     config: ModelConfig
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""Weights in memory: joined as the forward pass wants them, bf16 linears on CPUs packed for oneDNN where torch can."""
+"""Weights in memory, joined as the forward pass wants them."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from safetensors import safe_open
 
 from engine.models.checkpoint import check_entries, check_model_dir, read_entries
 from engine.models.config import Dtype, LongRope, ModelConfig, Rope
-from engine.models.decoder import Decoder, Layer, Linear
+from engine.models.decoder import Decoder, Layer, StoredLinear
 from engine.models.ops import Attention
 from engine.models.registry import FAMILIES
 
@@ -68,7 +68,7 @@ def _layer(config: ModelConfig, i: int, read: Read, cos: torch.Tensor, sin: torc
 
     return Layer(
         input_norm=norm(names.input_norm),
-        qkv=make_linear(joined(names.qkv), joined(names.qkv, "bias") if config.qkv_bias else None),
+        qkv=StoredLinear(joined(names.qkv), joined(names.qkv, "bias") if config.qkv_bias else None),
         attention=Attention(
             layer=i,
             qk_norm=torch.stack([norm(name) for name in names.qk_norm]) if config.qk_norm else None,
@@ -77,11 +77,11 @@ def _layer(config: ModelConfig, i: int, read: Read, cos: torch.Tensor, sin: torc
             window=window,
             scale=config.attention_scale,
         ),
-        o=make_linear(joined((names.o,))),
+        o=StoredLinear(joined((names.o,))),
         attended_norm=None if names.attended_norm is None else norm(names.attended_norm),
         mlp_norm=norm(names.mlp_norm),
-        gate_up=make_linear(joined(names.gate_up)),
-        down=make_linear(joined((names.down,))),
+        gate_up=StoredLinear(joined(names.gate_up)),
+        down=StoredLinear(joined((names.down,))),
         down_norm=None if names.down_norm is None else norm(names.down_norm),
     )
 
@@ -115,28 +115,3 @@ def rope_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
     turns = scaling.original_context * frequency / (2 * math.pi)
     kept = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
     return frequency * (kept + (1 - kept) / scaling.factor)
-
-
-def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-    """`x @ weight.T + bias`; bf16 weights ([out, in]) on a CPU are copied once into oneDNN's own layout where this
-    torch offers it.
-    """
-    if weight.dtype is torch.bfloat16 and weight.device.type == "cpu" and can_pack():
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
-
-        def packed_linear(x: torch.Tensor) -> torch.Tensor:
-            y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-            return y
-
-        return packed_linear
-    return lambda x: torch.nn.functional.linear(x, weight, bias)
-
-
-def can_pack() -> bool:
-    """Whether this torch and CPU run bf16 linears on weights packed for oneDNN."""
-    return (
-        torch.backends.mkldnn.is_available()
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    )

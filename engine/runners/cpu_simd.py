@@ -21,8 +21,13 @@ WIDTH = 16
 PRODUCT_ROWS, PRODUCT_TERMS = 8, 16
 """Rows and inner terms of one `product`."""
 
+AHEAD = 8192
+"""Bytes between the weights in use and those that are prefetched."""
+
 FLOAT, INT32, INT64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 VECTOR = ir.VectorType(FLOAT, WIDTH)
+WORDS = ir.VectorType(INT32, WIDTH)
+"""One float32, or two bf16 whose first is the low half, in each."""
 FUSE = ("contract",)
 
 
@@ -125,6 +130,14 @@ def _piece(num_arguments: int, emit: Callable[..., None]) -> Any:
             return signature, generate
 
         return four
+
+    if num_arguments == 5:
+
+        @intrinsic
+        def five(typingctx: Any, a: Any, b: Any, c: Any, d: Any, e: Any) -> Any:
+            return signature, generate
+
+        return five
 
     @intrinsic
     def three(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
@@ -250,6 +263,8 @@ def make_dots(num_rows: int, num_columns: int, num_terms: int, pairs: bool) -> A
         sums = [[cgutils.alloca_once_value(builder, zero) for _ in range(num_columns)] for _ in range(num_rows)]
         with cgutils.for_range(builder, ir.Constant(INT64, num_terms // (2 * WIDTH))) as loop:
             first = builder.mul(loop.index, ir.Constant(INT64, 4 * WIDTH))
+            for c in range(num_columns):
+                _prefetch(builder, builder.add(weights, first), 2 * num_terms * c + AHEAD)
             step(builder, builder.add(x, first), builder.add(weights, first), 2 * num_terms, sums)
         for r, row in enumerate(sums):
             at = builder.add(out, builder.mul(stride, ir.Constant(INT64, 4 * r)))
@@ -260,8 +275,7 @@ def make_dots(num_rows: int, num_columns: int, num_terms: int, pairs: bool) -> A
 
 def _pair_step(builder: Any, x: Any, weights: Any, row_bytes: int, sums: list[list[Any]]) -> None:
     """Adds 32 terms of every dot by the instruction that multiplies bf16 in pairs."""
-    name, kind = "llvm.x86.avx512bf16.dpbf16ps.512", ir.FunctionType(VECTOR, [VECTOR, PAIRS, PAIRS])
-    add_products = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+    add_products = _pair_products(builder)
 
     def load(address: Any, num_bytes: int) -> Any:
         return builder.load(_at(builder, address, num_bytes, PAIRS), align=2, typ=PAIRS)
@@ -275,13 +289,10 @@ def _pair_step(builder: Any, x: Any, weights: Any, row_bytes: int, sums: list[li
 
 def _widened_step(builder: Any, x: Any, weights: Any, row_bytes: int, sums: list[list[Any]]) -> None:
     """Adds 32 terms of every dot, widened to float32: those of even index first, for a shift and a mask part them."""
-    whole = ir.VectorType(INT32, WIDTH)
 
     def load(address: Any, num_bytes: int) -> tuple[Any, Any]:
-        words = builder.load(_at(builder, address, num_bytes, whole), align=2, typ=whole)
-        even = builder.shl(words, ir.Constant(whole, [16] * WIDTH))
-        odd = builder.and_(words, ir.Constant(whole, [-(1 << 16)] * WIDTH))
-        return builder.bitcast(even, VECTOR), builder.bitcast(odd, VECTOR)
+        words = builder.load(_at(builder, address, num_bytes, WORDS), align=2, typ=WORDS)
+        return _widened(builder, words, odd=False), _widened(builder, words, odd=True)
 
     columns = [load(weights, c * row_bytes) for c in range(len(sums[0]))]
     for r, row in enumerate(sums):
@@ -293,21 +304,147 @@ def _widened_step(builder: Any, x: Any, weights: Any, row_bytes: int, sums: list
             builder.store(total, place)
 
 
+def make_tiles(most_rows: int, num_vectors: int, *, pitch: int, width: int, pairs: bool) -> Any:
+    """piece(rows, x, panel, sums, n), for 1 to `most_rows` rows: sums [rows, 16 num_vectors] += the products of n pairs
+    of terms, in float32 and in the terms' order.
+
+    x: rows `pitch` 4-byte words apart; a word is two bf16 if `pairs`, for the instruction that multiplies these, else
+    one float32. panel: bf16 [n, width, 2], from its first used column on. Rows of sums are `width` floats apart.
+    """
+    add = _add_pairs if pairs else _add_terms
+
+    def emit_rows(builder: Any, rows: int, x: Any, panel: Any, sums: Any, n: Any) -> None:
+        offsets = [[(r * width + v * WIDTH) * 4 for v in range(num_vectors)] for r in range(rows)]
+        places = [[cgutils.alloca_once_value(builder, _load(builder, sums, at)) for at in row] for row in offsets]
+        with cgutils.for_range(builder, n) as loop:
+            terms = builder.add(x, builder.mul(loop.index, ir.Constant(INT64, 4 if pairs else 8)))
+            weights = builder.add(panel, builder.mul(loop.index, ir.Constant(INT64, 4 * width)))
+            words = [_load(builder, weights, 4 * WIDTH * v, WORDS) for v in range(num_vectors)]
+            for v in range(num_vectors):
+                _prefetch(builder, weights, AHEAD + 4 * WIDTH * v)
+            add(builder, terms, words, 4 * pitch, places)
+        for row, row_offsets in zip(places, offsets, strict=True):
+            for place, at in zip(row, row_offsets, strict=True):
+                _store(builder, builder.load(place, typ=VECTOR), sums, at)
+
+    def emit(builder: Any, rows: Any, x: Any, panel: Any, sums: Any, n: Any) -> None:
+        done = builder.append_basic_block("tiles.done")
+        choice = builder.switch(rows, done)
+        for num in range(1, most_rows + 1):
+            block = builder.append_basic_block(f"tiles.{num}")
+            choice.add_case(ir.Constant(INT64, num), block)
+            builder.position_at_end(block)
+            emit_rows(builder, num, x, panel, sums, n)
+            builder.branch(done)
+        builder.position_at_end(done)
+
+    return _piece(5, emit)
+
+
+def _add_terms(builder: Any, x: Any, words: list[Any], pitch: int, places: list[list[Any]]) -> None:
+    """Two terms of each row of x, `pitch` bytes apart, by two rows of weights."""
+    for odd in (False, True):
+        weights = [_widened(builder, word, odd) for word in words]
+        for r, row in enumerate(places):
+            term = _splat(builder, x, r * pitch + 4 * odd)
+            for place, weight in zip(row, weights, strict=True):
+                builder.store(_fma(builder, term, weight, builder.load(place, typ=VECTOR)), place)
+
+
+def _add_pairs(builder: Any, x: Any, words: list[Any], pitch: int, places: list[list[Any]]) -> None:
+    """As `_add_terms`, by the instruction that multiplies bf16 in pairs."""
+    add_products, weights = _pair_products(builder), [builder.bitcast(word, PAIRS) for word in words]
+    for r, row in enumerate(places):
+        terms = builder.bitcast(_splat(builder, x, r * pitch), PAIRS)
+        for place, weight in zip(row, weights, strict=True):
+            builder.store(builder.call(add_products, [builder.load(place, typ=VECTOR), terms, weight]), place)
+
+
+def _pair_products(builder: Any) -> Any:
+    """The instruction that adds products of bf16 in pairs to float32 sums."""
+    name, kind = "llvm.x86.avx512bf16.dpbf16ps.512", ir.FunctionType(VECTOR, [VECTOR, PAIRS, PAIRS])
+    return builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+
+
+def _widened(builder: Any, words: Any, odd: bool) -> Any:
+    """The first or the second bf16 of each word, as float32."""
+    if odd:
+        return builder.bitcast(builder.and_(words, ir.Constant(WORDS, [-(1 << 16)] * WIDTH)), VECTOR)
+    return builder.bitcast(builder.shl(words, ir.Constant(WORDS, [16] * WIDTH)), VECTOR)
+
+
+def make_widen_pairs(num: int) -> Any:
+    """piece(pairs, first, second): of `num` pairs of bf16 (a multiple of 16) those before, as float32, and those
+    behind.
+    """
+
+    def emit(builder: Any, pairs: Any, first: Any, second: Any) -> None:
+        for at in range(0, 4 * num, 4 * WIDTH):
+            words = _load(builder, pairs, at, WORDS)
+            _store(builder, _widened(builder, words, odd=False), first, at)
+            _store(builder, _widened(builder, words, odd=True), second, at)
+
+    return _piece(3, emit)
+
+
+def make_copy(num_bytes: int) -> Any:
+    """piece(source, to): copies `num_bytes`, a multiple of 64."""
+
+    def emit(builder: Any, source: Any, to: Any) -> None:
+        for at in range(0, num_bytes, 4 * WIDTH):
+            _store(builder, _load(builder, source, at), to, at)
+
+    return _piece(2, emit)
+
+
+def make_round(num: int) -> Any:
+    """piece(row, out, n): the first n of `num` float32 (a multiple of 16), rounded to bf16, to the nearest even."""
+
+    def rounded(builder: Any, value: Any, lanes: int) -> Any:
+        words, halves = (
+            ir.IntType(bits) if lanes == 1 else ir.VectorType(ir.IntType(bits), lanes) for bits in (32, 16)
+        )
+
+        def constant(number: int) -> Any:
+            return ir.Constant(words, number if lanes == 1 else [number] * lanes)
+
+        bits = builder.bitcast(value, words)
+        odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
+        up = builder.add(builder.add(bits, constant(0x7FFF)), odd)
+        return builder.trunc(builder.lshr(up, constant(16)), halves)
+
+    def store(builder: Any, value: Any, out: Any, num_bytes: int) -> None:
+        builder.store(value, _at(builder, out, num_bytes, value.type), align=2)
+
+    def emit(builder: Any, row: Any, out: Any, n: Any) -> None:
+        with builder.if_else(builder.icmp_signed("==", n, ir.Constant(INT64, num))) as (all_of_them, some):
+            with all_of_them:
+                for c in range(0, num, WIDTH):
+                    store(builder, rounded(builder, _load(builder, row, 4 * c), WIDTH), out, 2 * c)
+            with some, cgutils.for_range(builder, n) as loop:
+                one = _load(builder, builder.add(row, builder.mul(loop.index, ir.Constant(INT64, 4))), 0, FLOAT)
+                to = builder.add(out, builder.mul(loop.index, ir.Constant(INT64, 2)))
+                store(builder, rounded(builder, one, 1), to, 0)
+
+    return _piece(3, emit)
+
+
 def make_prefetch(num_bytes: int) -> Any:
     """piece(address, _): asks for `num_bytes` from there, one 64-byte line at a time; the hardware stops at every 4 KiB
     page.
     """
 
     def emit(builder: Any, address: Any, _unused: Any) -> None:
-        byte = ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [byte, INT32, INT32, INT32])
-        prefetch = builder.module.globals.get("llvm.prefetch.p0") or ir.Function(
-            builder.module, kind, "llvm.prefetch.p0"
-        )
         for offset in range(0, num_bytes, 64):
-            builder.call(
-                prefetch,
-                [_at(builder, address, offset, ir.IntType(8)), *(ir.Constant(INT32, flag) for flag in (0, 3, 1))],
-            )
+            _prefetch(builder, address, offset)
 
     return _piece(2, emit)
+
+
+def _prefetch(builder: Any, address: Any, num_bytes: int) -> None:
+    """Asks for the line, to be read, into every cache."""
+    kind = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), INT32, INT32, INT32])
+    name = "llvm.prefetch.p0"
+    prefetch = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+    flags = (ir.Constant(INT32, flag) for flag in (0, 3, 1))
+    builder.call(prefetch, [_at(builder, address, num_bytes, ir.IntType(8)), *flags])

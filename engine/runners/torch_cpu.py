@@ -17,6 +17,7 @@ import torch
 
 from engine.models.decoder import Decoder, forward
 from engine.runner import Batch, StepOutput
+from engine.runners.cpu_linears import fit_linears
 from engine.runners.cpu_ops import CPUOps, TorchOps
 from engine.runners.drafts import accept
 from engine.runners.host_copies import HostCopies, nothing_sampled
@@ -28,7 +29,8 @@ from engine.sampling import Contexts, greedy, sample_tokens
 class TorchCPURunner:
     """`cache`: flat uint8, owned by the caller (who may share it with other processes) and used in place.
 
-    Sets torch's thread count for the whole process. Raises CapacityError as `paged_cache` does.
+    Sets torch's thread count for the whole process, and fits the model's linears to this machine. Raises CapacityError
+    as `paged_cache` does.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class TorchCPURunner:
         torch.set_num_threads(num_threads)
         self.model, self.block_size = model, block_size
         self._copies = HostCopies(cache.view(len(self.cache), -1).numpy(), num_host_blocks)
+        fit_linears(model, num_threads)
         self._ops = _make_ops(model, self.cache, num_threads)
         self._last = np.zeros(0, np.int32)
         """[num_rows] the newest token of every row, for batches in which it is still pending."""

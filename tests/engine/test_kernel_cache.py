@@ -127,13 +127,17 @@ def replaced_by_a_folder(file: Path) -> None:
     file.mkdir()
 
 
+def one_bit_flipped(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) * 3 // 4] ^= 4
+    file.write_bytes(data)
+
+
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "emptied": lambda file: file.write_bytes(b""),
     "truncated": lambda file: os.truncate(file, file.stat().st_size // 2),
     "truncated in its digest": lambda file: os.truncate(file, 7),
-    "one bit": lambda file: file.write_bytes(
-        (data := file.read_bytes())[:-900] + bytes([data[-900] ^ 4]) + data[-899:]
-    ),
+    "one bit": one_bit_flipped,
     "garbage": lambda file: file.write_bytes(b"\x80\x04garbage" * 999),
     "another's": lambda file: file.write_bytes(file.read_bytes() + b"more"),
     "a folder": replaced_by_a_folder,

@@ -39,8 +39,10 @@ SHARES = 4
 """Each thread gets as many panels, or rows of x are worked on in groups: so shares are about equal."""
 MOST_ROWS = 1024
 """Rows that are brought into place at a time."""
+PLACED_ALONE = 256
+"""One thread brings fewer rows into place than these: several would wait for each other once more."""
 FEW_ROWS = 64
-"""Fewer are not shared by threads."""
+"""Rows of x are worked on in no smaller groups than of this size."""
 PAIRS, WIDE = has_feature("avx512bf16"), has_feature("avx512f")
 """Whether one instruction multiplies and adds bf16 in pairs; whether there are registers for tiles of 12 rows by a
 panel, not by half of one.
@@ -117,7 +119,7 @@ def make_matmul(*, pairs: bool = PAIRS, wide: bool = WIDE) -> Matmul:
         num_blocks = (num_in + BLOCK_TERMS - 1) // BLOCK_TERMS
         for start in range(0, num_rows, MOST_ROWS):
             placed = min(MOST_ROWS, num_rows - start)
-            if placed < FEW_ROWS:
+            if placed < PLACED_ALONE:
                 for r in range(placed):
                     place_row(x + (start + r) * num_in * 2, num_in, work + r * PITCH, placed)
             else:

@@ -67,15 +67,14 @@ class Matmul(Protocol):
 
 
 def pack(weight: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
-    """[out, in] -> panels [ceil(out / PANEL), in / 2, PANEL, 2], with rows of zeros after the last; in `memory`, uint8
+    """bf16 [out, in] -> panels [ceil(out / PANEL), in / 2, PANEL, 2], with rows of zeros after the last; in `memory`, uint8
     [`panel_bytes`], if that is given.
     """
     num_out, num_in = weight.shape
     padded = torch.nn.functional.pad(weight, (0, 0, 0, -num_out % PANEL))
-    panels = padded.view(-1, PANEL, num_in // 2, 2).transpose(1, 2)
-    if memory is None:
-        return panels.contiguous()
-    return memory.view(weight.dtype).view(panels.shape).copy_(panels)
+    pairs = padded.contiguous().view(torch.int32).view(-1, PANEL, num_in // 2).transpose(1, 2)
+    to = torch.empty(pairs.shape, dtype=torch.int32) if memory is None else memory.view(torch.int32).view(pairs.shape)
+    return to.copy_(pairs).view(torch.bfloat16).view(*pairs.shape, 2)
 
 
 def panel_bytes(num_out: int, num_in: int) -> int:

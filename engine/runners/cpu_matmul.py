@@ -67,8 +67,8 @@ class Matmul(Protocol):
 
 
 def pack(weight: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
-    """bf16 [out, in] -> panels [ceil(out / PANEL), in / 2, PANEL, 2], with rows of zeros after the last; in `memory`, uint8
-    [`panel_bytes`], if that is given.
+    """bf16 [out, in] -> panels [ceil(out / PANEL), in / 2, PANEL, 2], with rows of zeros after the last; in `memory`,
+    uint8 [`panel_bytes`], if that is given.
     """
     num_out, num_in = weight.shape
     padded = torch.nn.functional.pad(weight, (0, 0, 0, -num_out % PANEL))

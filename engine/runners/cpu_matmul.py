@@ -39,8 +39,10 @@ SHARES = 4
 """Each thread gets as many panels, or rows of x are worked on in groups: so shares are about equal."""
 MOST_ROWS = 1024
 """Rows that are brought into place at a time."""
+PLACED_ALONE = 256
+"""One thread brings fewer rows into place than these: several would wait for each other once more."""
 FEW_ROWS = 64
-"""Fewer are not shared by threads."""
+"""Rows of x are worked on in no smaller groups than of this size."""
 PAIRS, WIDE = has_feature("avx512bf16"), has_feature("avx512f")
 """Whether one instruction multiplies and adds bf16 in pairs; whether there are registers for tiles of 12 rows by a
 panel, not by half of one.
@@ -65,15 +67,14 @@ class Matmul(Protocol):
 
 
 def pack(weight: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
-    """[out, in] -> panels [ceil(out / PANEL), in / 2, PANEL, 2], with rows of zeros after the last; in `memory`, uint8
-    [`panel_bytes`], if that is given.
+    """bf16 [out, in] -> panels [ceil(out / PANEL), in / 2, PANEL, 2], with rows of zeros after the last; in `memory`,
+    uint8 [`panel_bytes`], if that is given.
     """
     num_out, num_in = weight.shape
     padded = torch.nn.functional.pad(weight, (0, 0, 0, -num_out % PANEL))
-    panels = padded.view(-1, PANEL, num_in // 2, 2).transpose(1, 2)
-    if memory is None:
-        return panels.contiguous()
-    return memory.view(weight.dtype).view(panels.shape).copy_(panels)
+    pairs = padded.contiguous().view(torch.int32).view(-1, PANEL, num_in // 2).transpose(1, 2)
+    to = torch.empty(pairs.shape, dtype=torch.int32) if memory is None else memory.view(torch.int32).view(pairs.shape)
+    return to.copy_(pairs).view(torch.bfloat16).view(*pairs.shape, 2)
 
 
 def panel_bytes(num_out: int, num_in: int) -> int:
@@ -117,7 +118,7 @@ def make_matmul(*, pairs: bool = PAIRS, wide: bool = WIDE) -> Matmul:
         num_blocks = (num_in + BLOCK_TERMS - 1) // BLOCK_TERMS
         for start in range(0, num_rows, MOST_ROWS):
             placed = min(MOST_ROWS, num_rows - start)
-            if placed < FEW_ROWS:
+            if placed < PLACED_ALONE:
                 for r in range(placed):
                     place_row(x + (start + r) * num_in * 2, num_in, work + r * PITCH, placed)
             else:

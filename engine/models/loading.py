@@ -13,7 +13,15 @@ from engine.models.decoder import Decoder, Layer, Linear
 from engine.models.ops import Attention
 from engine.models.registry import FAMILIES
 
-TORCH_DTYPES: dict[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+WIDENED_ROWS = 4
+"""From so many rows on, a float16 linear on a CPU without instructions for it is faster in float32."""
+WIDENED_ELEMENTS = 2**20
+"""Weights that are widened at a time, which leaves them in the cache."""
 
 Read = Callable[[str], torch.Tensor]
 """Hugging Face tensor name -> tensor in the model's dtype, all on one device."""
@@ -129,7 +137,27 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linea
             return y
 
         return packed_linear
+    if (
+        weight.dtype is torch.float16
+        and weight.device.type == "cpu"
+        and not torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    ):
+        return _widened_linear(weight, bias)
     return lambda x: torch.nn.functional.linear(x, weight, bias)
+
+
+def _widened_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    """torch's own float16 product sums in float32 too, but multiplies many rows one at a time."""
+    panels = weight.split(max(1, WIDENED_ELEMENTS // weight.shape[1]))
+
+    def linear(x: torch.Tensor) -> torch.Tensor:
+        if len(x) < WIDENED_ROWS:
+            return torch.nn.functional.linear(x, weight, bias)
+        wide = x.float()
+        y = torch.cat([torch.nn.functional.linear(wide, panel.float()) for panel in panels], dim=1)
+        return (y if bias is None else y + bias).half()
+
+    return linear
 
 
 def can_pack() -> bool:

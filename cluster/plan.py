@@ -11,7 +11,7 @@ from pathlib import Path
 from cluster.config import ClusterConfig, PoolConfig
 from cluster.limits import limit_warnings
 from cluster.pool_plan import PoolPlan, Role, Workload, pool_plan, section
-from cluster.served_model import check_max_model_len, longest_sequence
+from cluster.served_model import check_max_model_len, longest_sequence, with_dtype
 from engine.models.registry import read_config
 
 GIB = 1024**3
@@ -45,13 +45,14 @@ def plan(
 ) -> Plan:
     """Plans a deployment; the model's weights need not be there.
 
-    Raises ConfigError where nothing can be computed, and ModelError for an unreadable config.json.
+    Raises ConfigError where nothing can be computed, and ModelError for an unreadable config.json or weights.
     """
     model = (
         read_config(Path(config.model), longest_sequence(config))
         if config.model is not None and config.runner != "arithmetic"
         else None
     )
+    config = with_dtype(config)
     if model is not None:
         check_max_model_len(config, model.max_position_embeddings)
     pools = [pool_plan(role, pool, config, model, load, device_memory_bytes) for role, pool in _pools(config)]

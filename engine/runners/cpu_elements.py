@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import types
 from numba.extending import intrinsic, overload, register_jitable
 
@@ -16,6 +16,11 @@ SOURCES = (__file__,)
 
 Stored = npt.NDArray[np.uint16] | npt.NDArray[np.int16] | Float32
 """An array in the model's dtype."""
+
+HAS_HALF = binding.get_host_cpu_features().get("f16c", True)
+"""Whether the CPU has instructions that convert float16. Only x86 CPUs from before AVX2 may lack them; LLVM then calls
+functions that are not there.
+"""
 
 LOG2E = np.float32(1.4426950408889634)
 

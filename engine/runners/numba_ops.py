@@ -7,8 +7,8 @@ import torch
 from engine.models.config import Activation
 from engine.models.decoder import Decoder, float32_logits
 from engine.models.ops import Attention
-from engine.runners import cpu_attention, cpu_head, cpu_kernels
-from engine.runners.cpu_attention import Shape, supports
+from engine.runners import cpu_attention, cpu_elements, cpu_head, cpu_kernels
+from engine.runners.cpu_attention import Shape
 from engine.runners.cpu_elements import Stored
 from engine.runners.cpu_simd import Kind
 from engine.runners.paged_cache import LAYOUT
@@ -16,12 +16,16 @@ from engine.runners.step_plan import StepPlan
 from jit.kernel_cache import one_compiles
 from protocol.arrays import Int64
 
-__all__ = ["NumbaOps", "supports", "work_items"]
-
 _KINDS: dict[torch.dtype, Kind] = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 _STORED = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
 _NO_WORK = np.zeros((0, 5), dtype=np.int64), np.zeros(2, dtype=np.int64)
 """Attention's items and bins where keys and values are only to be cached."""
+
+
+def supports(model: Decoder, block_size: int) -> bool:
+    """Whether the kernels know the model's dtype on this CPU, and its shapes fill whole vectors."""
+    known = cpu_elements.HAS_HALF or model.dtype is not torch.float16
+    return known and cpu_attention.supports(model.config.head_dim, block_size)
 
 
 class NumbaOps:

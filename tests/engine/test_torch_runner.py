@@ -130,6 +130,17 @@ def test_16_bits_stay_close(make_runner: MakeRunner, dtype: Dtype, tolerance: fl
     assert bool((logits.to(TORCH_DTYPES[dtype]) != logits).any()), "the head rounds nothing"
 
 
+@pytest.mark.parametrize(("dtype", "kind"), [("float16", "TorchOps"), ("bfloat16", "NumbaOps")])
+def test_a_cpu_that_cannot_convert_float16_computes_it_in_torch(
+    monkeypatch: pytest.MonkeyPatch, dtype: Dtype, kind: str
+) -> None:
+    pytest.importorskip("numba")
+    monkeypatch.setattr("engine.runners.cpu_elements.HAS_HALF", False)
+    model = build_model(TINY, dtype, random_tensors(TINY, TORCH_DTYPES[dtype]).__getitem__)
+    runner = TorchCPURunner(model, cache_for(model), block_size=BLOCK_SIZE, num_threads=1)
+    assert type(runner._ops).__name__ == kind
+
+
 def test_output_has_counts_only_where_sampled(make_runner: MakeRunner) -> None:
     weights = random_tensors(TINY)
     runner = make_runner(build_model(TINY, "float32", weights.__getitem__))

@@ -163,6 +163,18 @@ def test_tokens_are_chosen_from_float32_logits_in_16_bits_too(monkeypatch: pytes
     assert seen[0].dtype is torch.float32 and bool((seen[0].to(model.dtype) != seen[0]).any())
 
 
+@pytest.mark.parametrize("kind", ["fp16", "bf16"])
+def test_products_are_summed_in_float32(kind: str) -> None:
+    switches, name = torch.backends.cuda.matmul, f"allow_{kind}_reduced_precision_reduction"
+    before = getattr(switches, name)
+    try:
+        setattr(switches, name, True)
+        by_kernels(model_of())
+        assert not getattr(switches, name)
+    finally:
+        setattr(switches, name, before)
+
+
 class Echo:
     """Drafts what follows an earlier occurrence of the last token: right now and then."""
 

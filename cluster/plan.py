@@ -12,6 +12,7 @@ from cluster.config import ClusterConfig, PoolConfig
 from cluster.limits import limit_warnings
 from cluster.pool_plan import PoolPlan, Role, Workload, pool_plan, section
 from cluster.served_model import check_max_model_len, longest_sequence, with_dtype
+from engine.models.config import Dtype
 from engine.models.registry import read_config
 
 GIB = 1024**3
@@ -32,6 +33,8 @@ class Rates:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     load: Workload
+    dtype: Dtype | None
+    """What the model computes in; None where there is no model."""
     pools: list[PoolPlan]
     prompt_kv_bytes: int
     """Bytes that one handoff moves."""
@@ -73,6 +76,7 @@ def plan(
         )
     return Plan(
         load=load,
+        dtype=None if model is None else config.model_dtype,
         pools=pools,
         prompt_kv_bytes=prompt_kv_bytes,
         transfer_s=transfer_s,

@@ -115,7 +115,10 @@ def test_llama_8b_on_four_gpus() -> None:
 def test_a_plan_counts_in_the_checkpoints_dtype_or_the_named_one(tmp_path: Path, named: str, num_bytes: int) -> None:
     write_model_dir(tmp_path, tensors=random_tensors(TINY, torch.float16), torch_dtype="float32")
     knobs = ("prefill.replicas=0", "decode.max_model_len=512", f"dtype={named}")
-    (pool,) = planned(load(None, [f"model={tmp_path}", *knobs]), 100, 100, 1).pools
+    result = planned(load(None, [f"model={tmp_path}", *knobs]), 100, 100, 1)
+    (pool,) = result.pools
+    assert result.dtype == ("float16" if named == "auto" else named)
+    assert table(result).caption == f"computes in {result.dtype}"
     assert pool.kv_token_bytes == 2 * 2 * 2 * 64 * num_bytes
     assert pool.weight_bytes == num_bytes * sum(tensor.numel() for tensor in random_tensors(TINY).values())
 

@@ -215,6 +215,7 @@ def serving_rows(
     config = from_tree(
         {
             "model": str(model_dir),
+            "dtype": "bfloat16",
             "prefill": {**pool, "replicas": prefill},
             "decode": {**pool, "replicas": decode},
             "router": {"grpc_port": 0, "metrics_port": 0},

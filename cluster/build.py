@@ -170,7 +170,7 @@ def _prepare(
     assert config.model is not None, "the arithmetic runner takes no GPU"
     engine = pool.engine
     await_device_memory(engine.gpu_memory_utilization)
-    model = load_model(Path(config.model), config.dtype, "cuda", longest_sequence(config))
+    model = load_model(Path(config.model), config.model_dtype, "cuda", longest_sequence(config))
     blocks = profiled_blocks(model, engine) if is_profiled(pool) else num_blocks(config, pool, served)
 
     def make(cache: Any, host_blocks: int) -> Runner:
@@ -202,7 +202,7 @@ def _cpu_runner(config: ClusterConfig, pool: PoolConfig, cache: npt.NDArray[np.u
     from engine.runners.torch_cpu import TorchCPURunner
 
     torch.set_num_threads(pool.threads)
-    model = load_model(Path(config.model), config.dtype, "cpu", longest_sequence(config))
+    model = load_model(Path(config.model), config.model_dtype, "cpu", longest_sequence(config))
     return TorchCPURunner(
         model,
         torch.from_numpy(cache.reshape(-1)),

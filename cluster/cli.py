@@ -208,8 +208,9 @@ def plan(
 
 def _check_machine(config: "ClusterConfig") -> None:
     from cluster.preflight import missing_for, needs_of, this_machine
+    from cluster.served_model import with_dtype
 
-    needs = needs_of(config)
+    needs = needs_of(with_dtype(config))
     missing = list(missing_for(needs, this_machine(with_gpus=needs.num_gpus > 0)))
     for line in missing or ["this machine has what the deployment needs"]:
         typer.echo(line)

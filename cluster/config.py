@@ -20,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from cluster.scalars import argument, parse, typed
 from engine.config import EngineConfig
+from engine.models.config import Dtype
 from kv_transfer.config import TransferConfig
 from protocol.errors import ConfigError
 from protocol.log import LogLevel
@@ -72,7 +73,8 @@ class ClusterConfig:
 
     model: str | None = None
     """A Hugging Face directory: config.json, safetensors, tokenizer.json. The arithmetic runner needs none."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """What the model computes in; all sums are float32. auto: what the checkpoint holds. float32 is exact."""
     runner: Literal["torch", "arithmetic"] = "torch"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: each pool computes on what it was given, on GPUs where `num_gpus` is 1. cpu and cuda refuse a pool that was
@@ -100,6 +102,13 @@ class ClusterConfig:
         for name, pool in self.pools.items():
             if pool.replicas:
                 self._check_device(name, pool)
+
+    @property
+    def model_dtype(self) -> Dtype:
+        """`dtype` as a model takes it. Raises ConfigError while it is auto: served_model.py replaces that."""
+        if self.dtype == "auto":
+            raise ConfigError("dtype: auto has not been replaced by the checkpoint's")
+        return self.dtype
 
     @property
     def pools(self) -> dict[PoolName, PoolConfig]:

@@ -11,7 +11,8 @@ from pathlib import Path
 from cluster.config import ClusterConfig, PoolConfig
 from cluster.limits import limit_warnings
 from cluster.pool_plan import PoolPlan, Role, Workload, pool_plan, section
-from cluster.served_model import check_max_model_len, longest_sequence
+from cluster.served_model import check_max_model_len, longest_sequence, with_dtype
+from engine.models.config import Dtype
 from engine.models.registry import read_config
 
 GIB = 1024**3
@@ -32,6 +33,8 @@ class Rates:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     load: Workload
+    dtype: Dtype | None
+    """What the model computes in; None where there is no model."""
     pools: list[PoolPlan]
     prompt_kv_bytes: int
     """Bytes that one handoff moves."""
@@ -45,13 +48,14 @@ def plan(
 ) -> Plan:
     """Plans a deployment; the model's weights need not be there.
 
-    Raises ConfigError where nothing can be computed, and ModelError for an unreadable config.json.
+    Raises ConfigError where nothing can be computed, and ModelError for an unreadable config.json or weights.
     """
     model = (
         read_config(Path(config.model), longest_sequence(config))
         if config.model is not None and config.runner != "arithmetic"
         else None
     )
+    config = with_dtype(config)
     if model is not None:
         check_max_model_len(config, model.max_position_embeddings)
     pools = [pool_plan(role, pool, config, model, load, device_memory_bytes) for role, pool in _pools(config)]
@@ -72,6 +76,7 @@ def plan(
         )
     return Plan(
         load=load,
+        dtype=None if model is None else config.model_dtype,
         pools=pools,
         prompt_kv_bytes=prompt_kv_bytes,
         transfer_s=transfer_s,

@@ -23,7 +23,8 @@ def table(plan: Plan) -> Table:
     rows = [_rows(pool) for pool in plan.pools]
     for name in rows[0]:
         result.add_row(name, *(row[name] for row in rows))
-    facts = [f"a handoff moves {_size(plan.prompt_kv_bytes)}"] if len(plan.pools) > 1 else []
+    facts = [f"computes in {plan.dtype}"] if plan.dtype else []
+    facts += [f"a handoff moves {_size(plan.prompt_kv_bytes)}"] if len(plan.pools) > 1 else []
     facts += [f"in {plan.transfer_s:.3g} s"] if plan.transfer_s is not None else []
     facts += [f"prefill of one prompt takes {plan.prefill_s:.3g} s"] if plan.prefill_s is not None else []
     result.caption = "; ".join(facts)

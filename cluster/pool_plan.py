@@ -21,7 +21,7 @@ from kv_transfer.layout import KVLayout
 from protocol.errors import ConfigError
 from protocol.messages import PoolName
 
-DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 LOGIT_BYTES = 4
 
 Role = Literal[PoolName, "colocated"]
@@ -81,8 +81,8 @@ def pool_plan(
 ) -> PoolPlan:
     engine = pool.engine
     layout = _layout(config, model, engine.block_size)
-    weight_bytes = num_parameters(model) * DTYPE_BYTES[config.dtype] if model else 0
-    activation_bytes = _activation_bytes(model, engine, DTYPE_BYTES[config.dtype]) if model else 0
+    weight_bytes = num_parameters(model) * DTYPE_BYTES[config.model_dtype] if model else 0
+    activation_bytes = _activation_bytes(model, engine, DTYPE_BYTES[config.model_dtype]) if model else 0
     num_bytes = None if device_memory_bytes is None else int(engine.gpu_memory_utilization * device_memory_bytes)
     free_bytes = None if num_bytes is None else num_bytes - weight_bytes - activation_bytes
     num_blocks, blocks_from = _num_blocks(section(role), pool, config.runner, layout.block_bytes, free_bytes)
@@ -120,7 +120,7 @@ def pool_plan(
 def _layout(config: ClusterConfig, model: ModelConfig | None, block_size: int) -> KVLayout:
     if model is None:
         return KVLayout(**arithmetic_model.kv_layout_fields(block_size))
-    return KVLayout(**kv_layout_fields(model, config.dtype, block_size))
+    return KVLayout(**kv_layout_fields(model, config.model_dtype, block_size))
 
 
 def _activation_bytes(model: ModelConfig, engine: EngineConfig, dtype_bytes: int) -> int:

@@ -147,7 +147,7 @@ class Deployment:
 
     def _start(self) -> None:
         cores = usable_cores()
-        self.config = config = with_threads(self.config, len(cores))
+        self.config = config = served_model.with_dtype(with_threads(self.config, len(cores)))
         served = served_model.serve_model(config)
         self._vocab_size = served.vocab_size
         for warning in served_model.limit_warnings(config, served):

@@ -1,12 +1,12 @@
 """What a deployment knows of its model before any weight is read, and how many KV blocks its engines get of that."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from cluster import limits
 from cluster.config import ClusterConfig, PoolConfig
-from engine.models.checkpoint import check_model_dir
+from engine.models.checkpoint import check_model_dir, checkpoint_dtype
 from engine.models.config import kv_layout_fields
 from engine.models.config_file import eos_token_ids
 from engine.runners import arithmetic_model
@@ -31,9 +31,16 @@ class ServedModel:
         return KVLayout(**self.layout_fields, block_size=pool.engine.block_size)
 
 
+def with_dtype(config: ClusterConfig) -> ClusterConfig:
+    """The configuration with the checkpoint's dtype where `dtype` is auto and a model is read. Raises ModelError."""
+    if config.dtype != "auto" or config.model is None or config.runner == "arithmetic":
+        return config
+    return replace(config, dtype=checkpoint_dtype(Path(config.model)))
+
+
 def serve_model(config: ClusterConfig) -> ServedModel:
-    """Reads the configuration and headers of the model. Raises ModelError, or ConfigError for knobs that the model
-    cannot satisfy.
+    """Reads the configuration and headers of the model; `with_dtype` has replaced its dtype. Raises ModelError, or
+    ConfigError for knobs that the model cannot satisfy.
     """
     if config.model is None or config.runner == "arithmetic":
         fields: dict[str, Any] = arithmetic_model.kv_layout_fields(1)
@@ -44,7 +51,7 @@ def serve_model(config: ClusterConfig) -> ServedModel:
         path = Path(config.model)
         model = check_model_dir(path, longest_sequence(config))
         served = ServedModel(
-            layout_fields={**kv_layout_fields(model, config.dtype, 1)},
+            layout_fields={**kv_layout_fields(model, config.model_dtype, 1)},
             eos_token_ids=eos_token_ids(path),
             max_model_len=model.max_position_embeddings,
             vocab_size=model.vocab_size,

@@ -17,6 +17,7 @@ import numpy as np
 from cluster import build
 from cluster.config import ClusterConfig
 from cluster.cores import with_threads
+from cluster.served_model import with_dtype
 from engine.loop import EngineLoop
 from protocol.delivery import Incoming, Outgoing
 from protocol.messages import ROUTER_ID, Address, Envelope, SamplingParams
@@ -33,7 +34,7 @@ class LocalDeployment:
     """A deployment that answers requests. The test fails at the end if an engine leaves anything behind."""
 
     def __init__(self, config: ClusterConfig) -> None:
-        self._config = with_threads(config, 1)
+        self._config = with_dtype(with_threads(config, 1))
         self._prefix = f"{PREFIX}{secrets.token_hex(4)}-"
         self._resources = ExitStack()
         self._inbox: queue.SimpleQueue[Envelope] = queue.SimpleQueue()

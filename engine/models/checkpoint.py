@@ -5,15 +5,17 @@ here.
 import hashlib
 import json
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engine.models.config import ModelConfig, shape_text
-from engine.models.config_file import read_json
+from engine.models.config import Dtype, ModelConfig, shape_text
+from engine.models.config_file import ConfigFile, read_json
 from engine.models.registry import FAMILIES, read_config
 from protocol.errors import ModelError
 
-DTYPE_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
+DTYPES: dict[str, Dtype] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+"""By their names in headers."""
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000
@@ -45,6 +47,32 @@ def check_model_dir(model_dir: Path, max_model_len: int | None = None) -> ModelC
     return replace(config, fingerprint=_fingerprint(config, entries))
 
 
+def checkpoint_dtype(model_dir: Path) -> Dtype:
+    """What most bytes of a directory's weights are stored in, by their headers; of two with as many bytes, the one that
+    comes first in `DTYPES`. What `config.json` names (`dtype`, `torch_dtype` in older directories) where there are no
+    weights.
+
+    Raises ModelError naming file, key or dtype, and what is supported.
+    """
+    if not ((model_dir / SINGLE_FILE).exists() or (model_dir / INDEX_FILE).exists()):
+        path = model_dir / "config.json"
+        file = ConfigFile(path, read_json(path))
+        key = "torch_dtype" if file.keys.get("dtype") is None else "dtype"
+        named = file.keys.get(key)
+        for dtype in DTYPES.values():
+            if named == dtype:
+                return dtype
+        raise file.error(f"{key} is {named}, expected one of {', '.join(DTYPES.values())} where there are no weights")
+    num_bytes: Counter[str] = Counter()
+    for entry in read_entries(model_dir).values():
+        num_bytes[entry.dtype] += entry.end - entry.begin
+    known = [name for name in DTYPES if num_bytes[name]]
+    if not known:
+        found = ", ".join(sorted(num_bytes)) or "none"
+        raise ModelError(f"{model_dir}: the weights are {found}, expected one of {', '.join(DTYPES)}")
+    return DTYPES[max(known, key=lambda name: num_bytes[name])]
+
+
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor that a checkpoint must hold, by its Hugging Face name; linear weights are [out, in]."""
     shapes: dict[str, tuple[int, ...]] = {
@@ -73,9 +101,9 @@ def check_entries(model_dir: Path, config: ModelConfig, entries: dict[str, Tenso
             raise ModelError(f"{model_dir}: tensor {name} is missing, expected shape {list(shape)}")
         if entry.shape != shape:
             raise ModelError(f"{entry.file}: tensor {name} has shape {list(entry.shape)}, expected {list(shape)}")
-        if entry.dtype not in DTYPE_BYTES:
+        if entry.dtype not in DTYPES:
             raise ModelError(
-                f"{entry.file}: tensor {name} has dtype {entry.dtype}, expected one of {', '.join(DTYPE_BYTES)}"
+                f"{entry.file}: tensor {name} has dtype {entry.dtype}, expected one of {', '.join(DTYPES)}"
             )
     for name in sorted(entries.keys() - shapes.keys()):
         if not name.endswith(IGNORED_TENSORS):

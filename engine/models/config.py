@@ -7,7 +7,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Literal, TypedDict
 
-Dtype = Literal["bfloat16", "float32"]
+Dtype = Literal["bfloat16", "float16", "float32"]
 Activation = Literal["silu", "gelu_tanh"]
 """What the gate of an MLP passes through; `gelu_tanh` is GELU by its tanh approximation."""
 

@@ -13,7 +13,11 @@ from engine.models.decoder import Decoder, Layer, StoredLinear
 from engine.models.ops import Attention
 from engine.models.registry import FAMILIES
 
-TORCH_DTYPES: dict[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
 
 Read = Callable[[str], torch.Tensor]
 """Hugging Face tensor name -> tensor in the model's dtype, all on one device."""

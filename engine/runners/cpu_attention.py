@@ -21,6 +21,7 @@ from engine.runners import cpu_elements, cpu_simd
 from engine.runners.cpu_elements import Stored, exp2, load, store
 from engine.runners.cpu_simd import (
     WIDTH,
+    Kind,
     make_dot_keys,
     make_prefetch,
     make_product,
@@ -53,16 +54,16 @@ class Shape(NamedTuple):
     head_dim: int
     group: int
     block_size: int
-    bf16: bool
+    kind: Kind
     rotary_dim: int
 
     @property
     def key(self) -> str:
-        return f"{self.head_dim}_{self.group}_{self.block_size}_{self.rotary_dim}_{'bf16' if self.bf16 else 'f32'}"
+        return f"{self.head_dim}_{self.group}_{self.block_size}_{self.rotary_dim}_{self.kind}"
 
     @property
     def element_bytes(self) -> int:
-        return 2 if self.bf16 else 4
+        return 4 if self.kind == "f32" else 2
 
 
 class Attention(Protocol):
@@ -273,8 +274,8 @@ def _make_store_rows(shape: Shape) -> Callable[..., None]:
 
 def _make_attend_token(shape: Shape, scratch: Callable[[Float32], Any]) -> Callable[..., None]:
     D, G, BS, BYTES = shape.head_dim, shape.group, shape.block_size, shape.element_bytes
-    weigh_block, weigh_one = (make_weigh_values(D, G, KEY_TILE, shape.bf16, num) for num in (16, 1))
-    dot_keys, NUM_DOT = make_dot_keys(D, G, KEY_TILE, shape.bf16)
+    weigh_block, weigh_one = (make_weigh_values(D, G, KEY_TILE, shape.kind, num) for num in (16, 1))
+    dot_keys, NUM_DOT = make_dot_keys(D, G, KEY_TILE, shape.kind)
     prefetch = make_prefetch(BS * D * BYTES)
 
     @_part(shape)
@@ -377,7 +378,7 @@ def _make_attend_tile(
 
 def _make_widen_tile(shape: Shape) -> Callable[..., None]:
     D, BS, BYTES = shape.head_dim, shape.block_size, shape.element_bytes
-    transpose_keys, widen_row = make_transpose_keys(D, KEY_TILE, shape.bf16), make_widen_row(D, shape.bf16)
+    transpose_keys, widen_row = make_transpose_keys(D, KEY_TILE, shape.kind), make_widen_row(D, shape.kind)
 
     @_part(shape)
     def widen_tile(

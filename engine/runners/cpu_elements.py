@@ -1,11 +1,12 @@
-"""Elements of arrays as compiled functions see them: bf16 is stored as uint16, float32 as it is; all sums are
-float32.
+"""Elements of arrays as compiled functions see them: bf16 is stored as uint16, float16 as int16, float32 as it is; all
+sums are float32.
 """
 
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from llvmlite import binding, ir
 from numba import types
 from numba.extending import intrinsic, overload, register_jitable
 
@@ -13,8 +14,13 @@ from protocol.arrays import Float32
 
 SOURCES = (__file__,)
 
-Stored = npt.NDArray[np.uint16] | Float32
+Stored = npt.NDArray[np.uint16] | npt.NDArray[np.int16] | Float32
 """An array in the model's dtype."""
+
+HAS_HALF = binding.get_host_cpu_features().get("f16c", True)
+"""Whether the CPU has instructions that convert float16. Only x86 CPUs from before AVX2 may lack them; LLVM then calls
+functions that are not there.
+"""
 
 LOG2E = np.float32(1.4426950408889634)
 
@@ -49,6 +55,24 @@ def float_to_bits(typingctx: Any, value: Any) -> Any:
     return types.uint32(types.float32), generate
 
 
+@intrinsic
+def half_to_float(typingctx: Any, bits: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), context.get_value_type(types.float32))
+
+    return types.float32(types.int16), generate
+
+
+@intrinsic
+def float_to_half(typingctx: Any, value: Any) -> Any:
+    """Rounded to nearest even; infinite beyond 65504."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), context.get_value_type(types.int16))
+
+    return types.int16(types.float32), generate
+
+
 def load(x: Any) -> Any:
     """A stored element as float32."""
 
@@ -62,6 +86,13 @@ def _load(x: Any) -> Any:
 
         return load_bf16
 
+    if x == types.int16:
+
+        def load_half(x: Any) -> Any:
+            return half_to_float(x)
+
+        return load_half
+
     def load_float(x: Any) -> Any:
         return x
 
@@ -69,7 +100,7 @@ def _load(x: Any) -> Any:
 
 
 def store(array: Stored, row: int, column: int, value: Any) -> None:
-    """array[row, column] = value, rounded to nearest even if it is bf16."""
+    """array[row, column] = value, rounded to nearest even if it is bf16 or float16."""
 
 
 @overload(store, inline="always")
@@ -83,6 +114,13 @@ def _store(array: Any, row: Any, column: Any, value: Any) -> Any:
             )
 
         return store_bf16
+
+    if array.dtype == types.int16:
+
+        def store_half(array: Any, row: Any, column: Any, value: Any) -> Any:
+            array[row, column] = float_to_half(np.float32(value))
+
+        return store_half
 
     def store_float(array: Any, row: Any, column: Any, value: Any) -> Any:
         array[row, column] = value

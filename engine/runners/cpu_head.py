@@ -1,5 +1,5 @@
-"""The model's head as a compiled kernel: bf16 in, float32 out, which torch's own linears on CPUs do not offer. One per
-hidden size.
+"""The model's head as a compiled kernel: bf16 or float16 in, float32 out, which torch's own linears on CPUs do not
+offer. One per hidden size.
 
 On a CPU with instructions for bf16 it is as fast as oneDNN's packed linear, and needs no packed copy of the largest
 matrix of a small model; on one without them several times as fast as torch's.
@@ -12,7 +12,7 @@ from numba import prange
 
 from engine.runners import cpu_simd
 from engine.runners.cpu_elements import Stored
-from engine.runners.cpu_simd import has_feature, make_dots
+from engine.runners.cpu_simd import Kind, has_feature, make_dots
 from jit.kernel_cache import compiled
 from protocol.arrays import Float32
 
@@ -31,7 +31,7 @@ RUN = 64
 
 
 class Head(Protocol):
-    """out [L, vocab] float32 = x [L, hidden] @ weights [vocab, hidden].T, both bf16 as uint16. Each of the `num_bins`
+    """out [L, vocab] float32 = x [L, hidden] @ weights [vocab, hidden].T, both bf16 or float16. Each of the `num_bins`
     threads computes a share of the columns.
     """
 
@@ -39,12 +39,13 @@ class Head(Protocol):
 
 
 @functools.cache
-def make_head(hidden: int, *, pairs: bool = PAIRS, wide: bool = WIDE) -> Head:
-    ACROSS = COLUMNS if wide else 1
+def make_head(hidden: int, kind: Kind = "bf16", *, pairs: bool = PAIRS, wide: bool = WIDE) -> Head:
+    """`pairs` counts for bf16 alone."""
+    ACROSS, pairs = COLUMNS if wide else 1, pairs and kind == "bf16"
     tile, line, dot = (
-        make_dots(ROWS, ACROSS, hidden, pairs),
-        make_dots(1, COLUMNS, hidden, pairs),
-        make_dots(1, 1, hidden, pairs),
+        make_dots(ROWS, ACROSS, hidden, pairs, kind),
+        make_dots(1, COLUMNS, hidden, pairs, kind),
+        make_dots(1, 1, hidden, pairs, kind),
     )
     BYTES = 2 * hidden
 
@@ -67,4 +68,4 @@ def make_head(hidden: int, *, pairs: bool = PAIRS, wide: bool = WIDE) -> Head:
                     for c in range(whole, last):
                         dot(from_x + r * BYTES, from_weights + c * BYTES, to + (r * vocab_size + c) * 4, vocab_size)
 
-    return compiled(SOURCES, f"{hidden}_{'pairs' if pairs else 'widened'}_{ACROSS}")(head)
+    return compiled(SOURCES, f"{hidden}_{'pairs' if pairs else kind}_{ACROSS}")(head)

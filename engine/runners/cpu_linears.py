@@ -46,6 +46,11 @@ TURNS, LEAST_TURNS, TURNS_S = 40, 4, 0.005
 """Calls of each kernel: up to TURNS as long as they take less than TURNS_S in all, and LEAST_TURNS in any case."""
 HOPELESS = 2.0
 """A kernel that was slower than another by this factor twice is not called again."""
+WIDENED_ROWS = 4
+"""From so many rows on, a float16 linear on a CPU without instructions for it is faster in float32."""
+WIDENED_ELEMENTS = 2**20
+"""float16 weights that are widened at a time, which leaves them in the cache."""
+
 _HAS_NUMBA = find_spec("numba") is not None
 _SOURCES = (__file__, str(Path(__file__).with_name("cpu_matmul.py")), str(Path(__file__).with_name("cpu_simd.py")))
 
@@ -61,15 +66,18 @@ class Choice(NamedTuple):
 
 def fit_linears(model: Decoder, num_threads: int) -> None:
     """Gives each stored bf16 linear of the model the form that was chosen for its shape, unless it has one already.
-    Measures, up to 3 s, where no choice was kept. Compiles the kernels, or finds them compiled.
+    Measures, up to 3 s, where no choice was kept. Compiles the kernels, or finds them compiled. float16 has one form.
     """
     linears = [
         linear
         for layer in model.layers
         for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)
-        if isinstance(linear, StoredLinear) and linear.weight is not None and linear.weight.dtype is torch.bfloat16
+        if isinstance(linear, StoredLinear) and linear.weight is not None
     ]
-    if not linears:
+    if model.dtype is torch.float16 and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        for linear in linears:
+            linear.fit(widened_linear)
+    if model.dtype is not torch.bfloat16 or not linears:
         return
     shapes = sorted({_shape(linear) for linear in linears})
     with one_compiles(_SOURCES):
@@ -123,6 +131,22 @@ def make_linear(
 
         return packed_linear
     return lambda x: torch.nn.functional.linear(x, weight, bias)
+
+
+def widened_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    """A float16 linear on a CPU without instructions for it. torch's own product sums in float32 too, but multiplies
+    many rows one at a time; those go through panels of weights that are widened to float32.
+    """
+    panels = weight.split(max(1, WIDENED_ELEMENTS // weight.shape[1]))
+
+    def linear(x: torch.Tensor) -> torch.Tensor:
+        if len(x) < WIDENED_ROWS:
+            return torch.nn.functional.linear(x, weight, bias)
+        wide = x.float()
+        y = torch.cat([torch.nn.functional.linear(wide, panel.float()) for panel in panels], dim=1)
+        return (y if bias is None else y + bias).half()
+
+    return linear
 
 
 def chosen(shapes: Sequence[Shape], measured: Callable[[Shape], Mapping[str, Sequence[float]]]) -> dict[Shape, Choice]:

@@ -149,7 +149,7 @@ def make_matmul(*, pairs: bool = PAIRS, wide: bool = WIDE) -> Matmul:
 
 def _make_place_row(pairs: bool, key: str) -> Callable[[int, int, int, int], None]:
     PITCH, STEP_BYTES = 4 * _pitch(pairs=pairs), (2 if pairs else 4) * TERMS
-    place = make_copy(2 * TERMS) if pairs else make_widen_row(TERMS, True)
+    place = make_copy(2 * TERMS) if pairs else make_widen_row(TERMS, "bf16")
 
     def place_row(x: int, num_in: int, to: int, rows: int) -> None:
         """A row of x into its place in each of the blocks, which have `rows` rows."""

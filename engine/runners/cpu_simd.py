@@ -2,20 +2,24 @@
 other function.
 
 Every argument is an address (int64, bytes). float32 everywhere, but for keys and values in the cache: those are of the
-cache's element type, bf16 or float32, and are widened as they are loaded. Vectors are 16 wide; LLVM splits them where
-the CPU's are narrower.
+cache's element type, a `Kind`, and are widened as they are loaded. Vectors are 16 wide; LLVM splits them where the
+CPU's are narrower.
 
 The file is longer than 300 lines because it is the one place in which vector code is emitted.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
+
+Kind = Literal["bf16", "f16", "f32"]
+"""Elements of the model's dtype."""
 
 WIDTH = 16
 PRODUCT_ROWS, PRODUCT_TERMS = 8, 16
@@ -25,7 +29,7 @@ AHEAD = 8192
 """Bytes between the weights in use and those that are prefetched."""
 
 FLOAT, INT32, INT64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
-VECTOR = ir.VectorType(FLOAT, WIDTH)
+VECTOR, HALVES = ir.VectorType(FLOAT, WIDTH), ir.VectorType(ir.HalfType(), WIDTH)
 WORDS = ir.VectorType(INT32, WIDTH)
 """One float32, or two bf16 whose first is the low half, in each."""
 FUSE = ("contract",)
@@ -54,14 +58,21 @@ def _store(builder: Any, value: Any, address: Any, num_bytes: int) -> None:
     builder.store(value, _at(builder, address, num_bytes, value.type), align=4)
 
 
-def _load_wide(builder: Any, address: Any, first: int, bf16: bool) -> Any:
+def _load_wide(builder: Any, address: Any, first: int, kind: Kind) -> Any:
     """16 cache elements from element `first` on, as float32."""
-    if not bf16:
+    if kind == "f32":
         return _load(builder, address, first * 4)
+    if kind == "f16":
+        return _load_halves(builder, address, first * 2)
     half = ir.VectorType(ir.IntType(16), WIDTH)
     words = builder.load(_at(builder, address, first * 2, half), align=2, typ=half)
     whole = ir.VectorType(INT32, WIDTH)
     return builder.bitcast(builder.shl(builder.zext(words, whole), ir.Constant(whole, [16] * WIDTH)), VECTOR)
+
+
+def _load_halves(builder: Any, address: Any, num_bytes: int) -> Any:
+    """16 elements of float16 as float32."""
+    return builder.fpext(builder.load(_at(builder, address, num_bytes, HALVES), align=2, typ=HALVES), VECTOR)
 
 
 def _splat(builder: Any, address: Any, num_bytes: int) -> Any:
@@ -146,7 +157,7 @@ def _piece(num_arguments: int, emit: Callable[..., None]) -> Any:
     return three
 
 
-def make_dot_keys(head_dim: int, group: int, score_stride: int, bf16: bool) -> tuple[Any, int]:
+def make_dot_keys(head_dim: int, group: int, score_stride: int, kind: Kind) -> tuple[Any, int]:
     """(piece, n): piece(q, keys, scores) dots `group` rows of q [group, head_dim] with n rows of cached keys [n,
     head_dim].
 
@@ -162,7 +173,7 @@ def make_dot_keys(head_dim: int, group: int, score_stride: int, bf16: bool) -> t
         for d in range(0, head_dim, WIDTH):
             rows = [_load(builder, q, (g * head_dim + d) * 4) for g in range(group)]
             for j in range(num):
-                key = _load_wide(builder, keys, j * head_dim + d, bf16)
+                key = _load_wide(builder, keys, j * head_dim + d, kind)
                 for g in range(group):
                     before = sums[g][j]
                     sums[g][j] = builder.fmul(rows[g], key) if before is None else _fma(builder, rows[g], key, before)
@@ -172,7 +183,7 @@ def make_dot_keys(head_dim: int, group: int, score_stride: int, bf16: bool) -> t
     return _piece(3, emit), num
 
 
-def make_weigh_values(head_dim: int, group: int, score_stride: int, bf16: bool, num: int) -> Any:
+def make_weigh_values(head_dim: int, group: int, score_stride: int, kind: Kind, num: int) -> Any:
     """piece(weights, values, acc): acc [group, head_dim] += weights @ values for `num` rows of cached values [num,
     head_dim].
 
@@ -188,7 +199,7 @@ def make_weigh_values(head_dim: int, group: int, score_stride: int, bf16: bool, 
             for j in range(num):
                 weight = {g: _splat(builder, weights, (g * score_stride + j) * 4) for g in some}
                 for d in columns:
-                    value = _load_wide(builder, values, j * head_dim + d, bf16)
+                    value = _load_wide(builder, values, j * head_dim + d, kind)
                     for g in some:
                         sums[g, d] = _fma(builder, weight[g], value, sums[g, d])
             for (g, d), total in sums.items():
@@ -197,12 +208,12 @@ def make_weigh_values(head_dim: int, group: int, score_stride: int, bf16: bool, 
     return _piece(3, emit)
 
 
-def make_transpose_keys(head_dim: int, stride: int, bf16: bool) -> Any:
+def make_transpose_keys(head_dim: int, stride: int, kind: Kind) -> Any:
     """piece(keys, out): 16 rows of cached keys [16, head_dim] become out [head_dim, 16], rows `stride` floats apart."""
 
     def emit(builder: Any, keys: Any, out: Any) -> None:
         for d in range(0, head_dim, WIDTH):
-            rows = [_load_wide(builder, keys, j * head_dim + d, bf16) for j in range(WIDTH)]
+            rows = [_load_wide(builder, keys, j * head_dim + d, kind) for j in range(WIDTH)]
             for step in (1, 2, 4, 8):
                 # exchange the off-diagonal halves of every 2 x 2 square of `step`-wide tiles
                 low = [lane if not lane & step else WIDTH + lane - step for lane in range(WIDTH)]
@@ -217,12 +228,12 @@ def make_transpose_keys(head_dim: int, stride: int, bf16: bool) -> Any:
     return _piece(2, emit)
 
 
-def make_widen_row(head_dim: int, bf16: bool) -> Any:
+def make_widen_row(head_dim: int, kind: Kind) -> Any:
     """piece(row, out): head_dim cache elements as float32."""
 
     def emit(builder: Any, row: Any, out: Any) -> None:
         for d in range(0, head_dim, WIDTH):
-            _store(builder, _load_wide(builder, row, d, bf16), out, d * 4)
+            _store(builder, _load_wide(builder, row, d, kind), out, d * 4)
 
     return _piece(2, emit)
 
@@ -249,14 +260,14 @@ def make_product(num_columns: int, a_stride: int, b_stride: int, c_stride: int) 
     return _piece(3, emit)
 
 
-def make_dots(num_rows: int, num_columns: int, num_terms: int, pairs: bool) -> Any:
-    """piece(x, weights, out, stride): dots `num_rows` rows of x with `num_columns` rows of weights, all bf16 [.,
-    num_terms], in float32.
+def make_dots(num_rows: int, num_columns: int, num_terms: int, pairs: bool, kind: Kind = "bf16") -> Any:
+    """piece(x, weights, out, stride): dots `num_rows` rows of x with `num_columns` rows of weights, all bf16 or all
+    float16 [., num_terms], in float32.
 
-    Row r's results go to out + r * `stride` floats. num_terms: a multiple of 32, num_columns: 1, 2 or 4. `pairs`: by
-    the instructions of avx512bf16.
+    Row r's results go to out + r * `stride` floats. num_terms: a multiple of 32, num_columns: 1, 2 or 4. `pairs`: bf16,
+    by the instructions of avx512bf16.
     """
-    step = _pair_step if pairs else _widened_step
+    step = _pair_step if pairs else functools.partial(_widened_step, _halves if kind == "f16" else _even_and_odd)
 
     def emit(builder: Any, x: Any, weights: Any, out: Any, stride: Any) -> None:
         zero = ir.Constant(VECTOR, [0.0] * WIDTH)
@@ -287,16 +298,24 @@ def _pair_step(builder: Any, x: Any, weights: Any, row_bytes: int, sums: list[li
             builder.store(builder.call(add_products, [builder.load(place, typ=VECTOR), terms, column]), place)
 
 
-def _widened_step(builder: Any, x: Any, weights: Any, row_bytes: int, sums: list[list[Any]]) -> None:
-    """Adds 32 terms of every dot, widened to float32: those of even index first, for a shift and a mask part them."""
+def _even_and_odd(builder: Any, address: Any, num_bytes: int) -> tuple[Any, Any]:
+    """32 elements of bf16 as float32: those of even index first, for a shift and a mask part them."""
+    words = builder.load(_at(builder, address, num_bytes, WORDS), align=2, typ=WORDS)
+    return _widened(builder, words, odd=False), _widened(builder, words, odd=True)
 
-    def load(address: Any, num_bytes: int) -> tuple[Any, Any]:
-        words = builder.load(_at(builder, address, num_bytes, WORDS), align=2, typ=WORDS)
-        return _widened(builder, words, odd=False), _widened(builder, words, odd=True)
 
-    columns = [load(weights, c * row_bytes) for c in range(len(sums[0]))]
+def _halves(builder: Any, address: Any, num_bytes: int) -> tuple[Any, Any]:
+    """32 elements of float16 as float32."""
+    return _load_halves(builder, address, num_bytes), _load_halves(builder, address, num_bytes + 2 * WIDTH)
+
+
+def _widened_step(
+    load: Callable[..., tuple[Any, Any]], builder: Any, x: Any, weights: Any, row_bytes: int, sums: list[list[Any]]
+) -> None:
+    """Adds 32 terms of every dot, as `load` widens them to float32."""
+    columns = [load(builder, weights, c * row_bytes) for c in range(len(sums[0]))]
     for r, row in enumerate(sums):
-        terms = load(x, r * row_bytes)
+        terms = load(builder, x, r * row_bytes)
         for place, column in zip(row, columns, strict=True):
             total = builder.load(place, typ=VECTOR)
             for term, weight in zip(terms, column, strict=True):

@@ -118,6 +118,9 @@ class CUDARunner:
         # TF32 keeps 10 bits of 23, and float32 is the exact dtype. An image may have turned it on (NVIDIA's set
         # TORCH_ALLOW_TF32_CUBLAS_OVERRIDE). Graphs capture the kernels that this chooses.
         torch.set_float32_matmul_precision("highest")
+        # Where cuBLAS splits a product's terms among programs, it may add their sums in 16 bits, float16 up to 65504.
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         _check_shapes(model, block_size)
         self.cache = paged_cache(cache, model, block_size)
         self.model, self.block_size, self.device = model, block_size, cache.device

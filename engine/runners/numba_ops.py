@@ -7,18 +7,25 @@ import torch
 from engine.models.config import Activation
 from engine.models.decoder import Decoder, float32_logits
 from engine.models.ops import Attention
-from engine.runners import cpu_attention, cpu_head, cpu_kernels
-from engine.runners.cpu_attention import Shape, supports
+from engine.runners import cpu_attention, cpu_elements, cpu_head, cpu_kernels
+from engine.runners.cpu_attention import Shape
 from engine.runners.cpu_elements import Stored
+from engine.runners.cpu_simd import Kind
 from engine.runners.paged_cache import LAYOUT
 from engine.runners.step_plan import StepPlan
 from jit.kernel_cache import one_compiles
 from protocol.arrays import Int64
 
-__all__ = ["NumbaOps", "supports", "work_items"]
-
+_KINDS: dict[torch.dtype, Kind] = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+_STORED = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
 _NO_WORK = np.zeros((0, 5), dtype=np.int64), np.zeros(2, dtype=np.int64)
 """Attention's items and bins where keys and values are only to be cached."""
+
+
+def supports(model: Decoder, block_size: int) -> bool:
+    """Whether the kernels know the model's dtype on this CPU, and its shapes fill whole vectors."""
+    known = cpu_elements.HAS_HALF or model.dtype is not torch.float16
+    return known and cpu_attention.supports(model.config.head_dim, block_size)
 
 
 class NumbaOps:
@@ -44,7 +51,7 @@ class NumbaOps:
             (self._num_threads, cpu_attention.scratch_elements(config.head_dim, self._group)), dtype=np.float32
         )
         self._attentions = [cpu_attention.make_attention(self._shape(layer.attention)) for layer in model.layers]
-        self._head = cpu_head.make_head(config.hidden_size) if _has_head(model) else None
+        self._head = cpu_head.make_head(config.hidden_size, _KINDS[model.dtype]) if _has_head(model) else None
         self._work_items: dict[int, tuple[Int64, Int64]] = {}
         """By window, of the step: attention's items and bins."""
         self._grow(16)
@@ -117,7 +124,7 @@ class NumbaOps:
             head_dim=self.model.config.head_dim,
             group=self._group,
             block_size=self._block_size,
-            bf16=self.model.dtype is torch.bfloat16,
+            kind=_KINDS[self.model.dtype],
             rotary_dim=2 * attention.cos.shape[1],
         )
 
@@ -152,7 +159,7 @@ class NumbaOps:
 
 def _has_head(model: Decoder) -> bool:
     """Whether the compiled head takes it; torch's own float32 linear is as good."""
-    return model.dtype is torch.bfloat16 and model.config.hidden_size % cpu_head.TERMS == 0
+    return model.dtype is not torch.float32 and model.config.hidden_size % cpu_head.TERMS == 0
 
 
 def work_items(
@@ -187,6 +194,6 @@ def work_items(
 
 
 def _array(tensor: torch.Tensor) -> Stored:
-    """The tensor's memory as the kernels take it: bf16 as uint16, float32 as it is."""
-    array: Stored = (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
+    """The tensor's memory as the kernels take it."""
+    array: Stored = (tensor if tensor.dtype is torch.float32 else tensor.view(_STORED[tensor.dtype])).numpy()
     return array

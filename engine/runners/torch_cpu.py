@@ -83,13 +83,11 @@ class TorchCPURunner:
 
 
 def _make_ops(model: Decoder, cache: torch.Tensor, num_threads: int) -> CPUOps:
-    """Compiled kernels where numba is installed and the shapes fill whole vectors, else plain torch."""
+    """Compiled kernels where numba is installed and they know shapes and dtype, else plain torch."""
     try:
         from engine.runners.numba_ops import NumbaOps, supports
     except ImportError:
         return TorchOps(model, cache)
     return (
-        NumbaOps(model, cache, num_threads=num_threads)
-        if supports(model.config.head_dim, cache.shape[4])
-        else TorchOps(model, cache)
+        NumbaOps(model, cache, num_threads=num_threads) if supports(model, cache.shape[4]) else TorchOps(model, cache)
     )

@@ -29,6 +29,7 @@ from protocol.messages import (
     SamplingParams,
     StepTokens,
 )
+from tests.engine.tiny_llama import TINY, random_tensors, write_model_dir
 from tests.hang import HANG_S
 
 ROUTER, PREFILL, DECODE = Address(ROUTER_ID, 1), Address("prefill-0", 2), Address("decode-0", 3)
@@ -124,6 +125,26 @@ def test_blocks_come_from_the_number_or_the_bytes() -> None:
 def test_knobs_that_the_model_cannot_satisfy_are_named(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         served_model.serve_model(small(override))
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("auto", "float16"), ("float32", "float32"), ("bfloat16", "bfloat16")])
+def test_the_layout_has_the_dtype_of_the_checkpoint_or_the_one_that_was_named(
+    tmp_path: Path, dtype: str, expected: str
+) -> None:
+    write_model_dir(tmp_path, tensors=random_tensors(TINY, torch.float16), torch_dtype="float32")
+    config = load(
+        None, [f"model={tmp_path}", f"dtype={dtype}", "prefill.max_model_len=512", "decode.max_model_len=512"]
+    )
+    if dtype == "auto":
+        with pytest.raises(ConfigError, match="dtype: auto has not been replaced"):
+            served_model.serve_model(config)
+    config = served_model.with_dtype(config)
+    assert config.dtype == served_model.serve_model(config).layout(config.decode).dtype == expected
+
+
+def test_the_arithmetic_runner_reads_no_dtype() -> None:
+    config = small("model=nowhere")
+    assert served_model.with_dtype(config) is config
 
 
 def on_gpus(*overrides: str) -> ClusterConfig:

@@ -60,7 +60,7 @@ def test_prefill_always_holds_and_decode_checks() -> None:
         ("decode.gpu_memory_utilization=1.5", r"decode\.gpu_memory_utilization: 1\.5 is not in \(0, 1\]"),
         ("decode.stall_timeout_s=0", r"decode\.stall_timeout_s: 0\.0 is not above 0"),
         ("decode.num_threads=0", r"decode\.num_threads: 0 is below 1"),
-        ("dtype=float8", r"dtype: 'float8' is not allowed"),
+        ("dtype=float8", r"dtype: 'float8' is not allowed: .*'auto', 'bfloat16', 'float16' or 'float32'"),
         ("log_level=loud", r"log_level: 'loud' is not allowed"),
         ("transfer.checksum=3", r"transfer\.checksum: 3 is not allowed"),
         (

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from cluster.config import ClusterConfig, load
@@ -14,6 +15,7 @@ from cluster.plan_table import table
 from cluster.pool_plan import PoolPlan, Workload
 from protocol.errors import ConfigError
 from tests.cluster.test_cli import run
+from tests.engine.tiny_llama import TINY, random_tensors, write_model_dir
 
 ROOT = Path(__file__).parents[2]
 SHAPE_8B = f"model={ROOT / 'deploy' / 'models' / 'llama-3.1-8b'}"
@@ -107,6 +109,18 @@ def test_llama_8b_on_four_gpus() -> None:
     assert result.prompt_kv_bytes == 30_000 * 131_072
     assert result.transfer_s == pytest.approx(0.07864, rel=1e-3)
     assert len(result.warnings) == 1 and "expect preemptions" in result.warnings[0]
+
+
+@pytest.mark.parametrize(("named", "num_bytes"), [("auto", 2), ("float16", 2), ("float32", 4)])
+def test_a_plan_counts_in_the_checkpoints_dtype_or_the_named_one(tmp_path: Path, named: str, num_bytes: int) -> None:
+    write_model_dir(tmp_path, tensors=random_tensors(TINY, torch.float16), torch_dtype="float32")
+    knobs = ("prefill.replicas=0", "decode.max_model_len=512", f"dtype={named}")
+    result = planned(load(None, [f"model={tmp_path}", *knobs]), 100, 100, 1)
+    (pool,) = result.pools
+    assert result.dtype == ("float16" if named == "auto" else named)
+    assert table(result).caption == f"computes in {result.dtype}"
+    assert pool.kv_token_bytes == 2 * 2 * 2 * 64 * num_bytes
+    assert pool.weight_bytes == num_bytes * sum(tensor.numel() for tensor in random_tensors(TINY).values())
 
 
 def test_a_gpu_must_be_known_and_large_enough() -> None:

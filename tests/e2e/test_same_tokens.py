@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import engine.models.loading as loading
 from cluster.config import from_tree
 from engine.runners.arithmetic_model import expected_tokens
 from protocol.messages import SamplingParams
 from router.policy import POLICIES
-from tests.engine.tiny_llama import TINY, write_model_dir
+from tests.engine.tiny_llama import TINY, random_tensors, write_model_dir
 from tests.local_deployment import LocalDeployment, asked
 
 CASES: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "data" / "golden_smollm2.json").read_text())[
@@ -103,6 +104,18 @@ def test_a_prompt_of_8000_tokens_is_answered_alike_split_and_colocated(tmp_path:
             tmp_path / "model", pools, max_model_len=8192, num_blocks=520, max_num_batched_tokens=budget
         ) as deployment:
             answers.append(deployment.answer([asked("longest", prompt, 192)])["longest"])
+    assert answers[0] == answers[1]
+
+
+def test_a_float16_checkpoint_is_answered_alike_split_and_colocated(tmp_path: Path) -> None:
+    """One request at a time, so that both compute the same steps: rounding moves no token."""
+    tensors = random_tensors(TINY, torch.float16)
+    write_model_dir(tmp_path / "model", tensors=tensors)
+    draw, answers = random.Random(2), []
+    prompts = [[draw.randrange(TINY.vocab_size) for _ in range(length)] for length in (3, 70, 200)]
+    for pools in ("1P1D", "colocated"):
+        with real(tmp_path / "model", pools, dtype="auto", max_num_batched_tokens=64) as deployment:
+            answers.append([deployment.answer([asked(f"{len(prompt)}", prompt, 48)]) for prompt in prompts])
     assert answers[0] == answers[1]
 
 

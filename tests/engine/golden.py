@@ -1,7 +1,7 @@
 """The golden answers, and what this process makes of them; as a command, for a process whose CPU is made to look
 smaller.
 
-python -m tests.engine.golden FILE        writes (float32 answers, bfloat16 logits) there
+python -m tests.engine.golden FILE        writes (float32 answers, bfloat16 logits, float16 logits) there
 """
 
 import json
@@ -66,9 +66,8 @@ def forced_logits(model: Decoder) -> torch.Tensor:
 def main(file: str) -> None:
     model_dir = demo_model_dir(print)
     print(torch.backends.cpu.get_cpu_capability())
-    torch.save(
-        (greedy_answers(load_model(model_dir, "float32"), 100), forced_logits(load_model(model_dir, "bfloat16"))), file
-    )
+    bfloat16, float16 = (forced_logits(load_model(model_dir, dtype)) for dtype in ("bfloat16", "float16"))
+    torch.save((greedy_answers(load_model(model_dir, "float32"), 100), bfloat16, float16), file)
 
 
 if __name__ == "__main__":

@@ -60,6 +60,9 @@ CASES = [
 Phi-3-mini, 256 those of Gemma 3.
 """
 
+TOLERANCE: dict[Dtype, float] = {"bfloat16": 0.04, "float16": 0.005}
+"""Of the largest logit."""
+
 
 @dataclass(frozen=True)
 class Reference:
@@ -159,13 +162,14 @@ def test_logits_are_those_of_transformers(reference: Reference, steps: list[int]
     assert isinstance(runner._ops, TorchOps) == (runner.model.config.head_dim % 16 != 0)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("head_dim", [64, 24])
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "gemma 3", "phi 3 window", "phi 4 mini"])
-def test_what_sets_families_apart_in_bfloat16(tmp_path: Path, name: str, head_dim: int) -> None:
+def test_what_sets_families_apart_in_16_bits(tmp_path: Path, name: str, head_dim: int, dtype: Dtype) -> None:
     reference = write_reference(tmp_path, name, head_dim)
-    logits, _ = logits_of_steps(reference, [40, 29, 1], "bfloat16")
+    logits, _ = logits_of_steps(reference, [40, 29, 1], dtype)
     expected = reference.logits[[39, 68, 69]]
-    assert float((logits - expected).abs().max()) < 0.04 * float(expected.abs().max())
+    assert float((logits - expected).abs().max()) < TOLERANCE[dtype] * float(expected.abs().max())
 
 
 def test_every_architecture_is_compared() -> None:

@@ -8,23 +8,31 @@ import torch
 
 pytest.importorskip("numba")
 
+from numba import njit
+
 from engine.kernels import reference
 from engine.models.config import Activation
 from engine.runners import cpu_kernels
-from engine.runners.cpu_elements import Stored
+from engine.runners.cpu_elements import Stored, load, store
 
 GATED: dict[Activation, Callable[[Stored, Stored], None]] = {
     "silu": cpu_kernels.silu_mul,
     "gelu_tanh": cpu_kernels.gelu_tanh_mul,
 }
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 ROWS = [3, 20]
 """Below and above the number from which rows are shared between threads."""
 
 
 def stored(tensor: torch.Tensor) -> Stored:
-    array: Stored = (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
+    views = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
+    array: Stored = tensor.view(views.get(tensor.dtype, tensor.dtype)).numpy()
     return array
+
+
+def round_all(x: Stored, out: Stored) -> None:
+    for i in range(x.shape[1]):
+        store(out, 0, i, load(x[0, i]))
 
 
 def assert_near(ours: torch.Tensor, expected: torch.Tensor) -> None:
@@ -61,3 +69,19 @@ def test_norm(stream: bool, rows: int, dtype: torch.dtype) -> None:
     cpu_kernels.norm(stored(h), weight.numpy(), np.float32(1e-5), stored(out))
     reference.rms_norm(h, weight, 1e-5, expected)
     assert_near(out, expected)
+
+
+def test_every_float16_is_read_and_rounded_to_as_torch_does() -> None:
+    """Subnormal and infinite ones, ties and overflows too. Neighbours' midpoints, and points right beside those."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    halves = every[every.isfinite()].sort().values.float()
+    middle = (halves[1:] + halves[:-1]) / 2
+    far = torch.tensor([65519.996, 65520.0, 1e9, 2.0**-25, 2.0**-26])
+    values = torch.cat([halves, middle, middle * (1 + 2**-20), middle * (1 - 2**-20), far, -far])[None]
+    out = torch.full(values.shape, torch.nan, dtype=torch.float16)
+    rounded = njit(round_all)
+    rounded(values.numpy(), stored(out))
+    assert torch.equal(out, values.half())
+    back = torch.full(values.shape, torch.nan)
+    rounded(stored(out), back.numpy())
+    assert torch.equal(back, out.float())

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from engine.models import gguf_convert
-from engine.models.checkpoint import check_model_dir
+from engine.models.checkpoint import check_model_dir, checkpoint_dtype
 from engine.models.config_file import eos_token_ids, read_json
 from engine.models.gguf_convert import LAYER_NAMES, TOP_NAMES, convert_gguf
 from protocol.errors import ModelError
@@ -90,6 +90,7 @@ def test_weights_tokenizer_and_config_arrive(tmp_path: Path) -> None:
     for name, tensor in tensors.items():
         assert torch.equal(loaded[name], tensor.bfloat16()), name
 
+    assert checkpoint_dtype(model_dir) == "bfloat16"
     assert eos_token_ids(model_dir) == (2,)
     assert read_json(model_dir / "tokenizer_config.json")["chat_template"] == "{{ messages[0]['content'] }}"
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))

@@ -21,7 +21,7 @@ pytest.importorskip("numba")
 
 from engine.models.loading import build_model
 from engine.runners import cpu_attention, cpu_simd
-from engine.runners.cpu_simd import make_widen_row
+from engine.runners.cpu_simd import Kind, make_widen_row
 from engine.runners.torch_cpu import TorchCPURunner
 from jit import kernel_cache
 from jit.kernel_cache import KernelCache, compiled, compiled_loop, folder_of, one_compiles
@@ -35,9 +35,9 @@ pytestmark = pytest.mark.filterwarnings(
 SOURCES = (__file__, cpu_simd.__file__)
 
 
-def make_widen(num: int, bf16: bool, key: str) -> Any:
+def make_widen(num: int, kind: Kind, key: str) -> Any:
     """A kernel that closes over an emitter, as attention does: element by element float32 of one row."""
-    piece = make_widen_row(num, bf16)
+    piece = make_widen_row(num, kind)
 
     def widen(row: Any, out: Any) -> None:
         piece(row.ctypes.data, out.ctypes.data)
@@ -49,7 +49,7 @@ def test_found_again_under_its_key_and_no_other(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("TWOPASS_CACHE", str(tmp_path))
     row = (np.arange(32, dtype=np.float32).view(np.uint32) >> 16).astype(np.uint16)
     for key, num, hits in (("16", 16, 0), ("16", 16, 1), ("32", 32, 0), ("32", 32, 1)):
-        widen, out = make_widen(num, True, key), np.zeros(32, dtype=np.float32)
+        widen, out = make_widen(num, "bf16", key), np.zeros(32, dtype=np.float32)
         with one_compiles(SOURCES):
             widen(row, out)
         assert sum(widen.stats.cache_hits.values()) == hits
@@ -181,7 +181,7 @@ def test_a_file_where_the_folder_should_be(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("TWOPASS_CACHE", str(tmp_path / "file"))
-    widen, out = make_widen(16, False, ""), np.zeros(16, dtype=np.float32)
+    widen, out = make_widen(16, "f32", ""), np.zeros(16, dtype=np.float32)
     with one_compiles(SOURCES):
         widen(np.arange(16, dtype=np.float32), out)
     assert out.tolist() == list(range(16))

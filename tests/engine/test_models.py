@@ -11,11 +11,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine.models.checkpoint import check_model_dir, num_parameters
-from engine.models.config import RopeScaling, kv_layout_fields
+from engine.models.checkpoint import check_model_dir, checkpoint_dtype, num_parameters
+from engine.models.config import Dtype, RopeScaling, kv_layout_fields
 from engine.models.config_file import eos_token_ids
 from engine.models.loading import load_model
 from engine.models.registry import read_config
+from engine.runners.cpu_linears import widened_linear
 from protocol.errors import ModelError
 from tests.engine.tiny_llama import TINY, random_tensors, write_model_dir
 
@@ -198,6 +199,70 @@ def test_missing_tensors_wrong_shapes_and_wrong_dtypes_are_named(tmp_path: Path)
         write_model_dir(tmp_path, tensors=changed)
         with pytest.raises(ModelError, match=message):
             load_model(tmp_path, "float32")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_dtype_of_a_checkpoint_is_in_its_headers(tmp_path: Path, dtype: Dtype) -> None:
+    """Whatever config.json names, and where some tensors are of another."""
+    tensors = random_tensors(TINY, getattr(torch, dtype))
+    others = {name: tensor.double() if "norm" in name else tensor for name, tensor in tensors.items()}
+    for held in (tensors, others):
+        write_model_dir(tmp_path, tensors=held, torch_dtype="float64", dtype="int8")
+        assert checkpoint_dtype(tmp_path) == dtype
+
+
+def test_the_dtype_of_a_mixed_checkpoint_is_that_of_most_bytes(tmp_path: Path) -> None:
+    """In shards: four tensors of 1000 bytes and one of 4004, then one of 6000."""
+    shards = {"a.safetensors": {f"{i}": torch.zeros(500, dtype=torch.float16) for i in range(4)}}
+    shards["b.safetensors"] = {"long": torch.zeros(1001)}
+    for expected, more in (("float32", None), ("float16", torch.zeros(3000, dtype=torch.float16))):
+        if more is not None:
+            shards["c.safetensors"] = {"more": more}
+        for file, tensors in shards.items():
+            save_file(tensors, tmp_path / file)
+        weight_map = {name: file for file, tensors in shards.items() for name in tensors}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        assert checkpoint_dtype(tmp_path) == expected
+
+
+def test_the_dtype_of_a_directory_without_weights_is_what_its_config_names(tmp_path: Path) -> None:
+    write_model_dir(tmp_path, torch_dtype="float16")
+    (tmp_path / "model.safetensors").unlink()
+    assert checkpoint_dtype(tmp_path) == "float16"
+    for keys, message in (
+        ({"torch_dtype": "float16", "dtype": "bfloat16"}, None),
+        (
+            {"torch_dtype": "float64"},
+            r"config\.json: torch_dtype is float64, expected one of bfloat16, float16, float32",
+        ),
+        ({"dtype": ["float32"]}, r"config\.json: dtype is \['float32'\], expected one of"),
+        (
+            {},
+            r"config\.json: torch_dtype is None, expected one of bfloat16, float16, float32 where there are no weights",
+        ),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(keys))
+        if message is None:
+            assert checkpoint_dtype(tmp_path) == "bfloat16"
+            continue
+        with pytest.raises(ModelError, match=message):
+            checkpoint_dtype(tmp_path)
+
+
+def test_weights_of_unknown_dtypes_alone_are_named(tmp_path: Path) -> None:
+    write_model_dir(tmp_path, tensors={"a": torch.zeros(4, dtype=torch.int8), "b": torch.zeros(4, dtype=torch.float64)})
+    with pytest.raises(ModelError, match=r"the weights are F64, I8, expected one of BF16, F16, F32"):
+        checkpoint_dtype(tmp_path)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("num_rows", [0, 1, 3, 4, 33])
+def test_linears_of_float16_sum_in_float32(num_rows: int, bias: bool) -> None:
+    """A sum of 4096 ones in float16 would end at 2048. More weights than are widened at a time."""
+    weight, added = torch.ones(300, 4096, dtype=torch.float16), torch.arange(300).half() if bias else None
+    y = widened_linear(weight, added)(torch.ones(num_rows, 4096, dtype=torch.float16))
+    expected = 4096 + (torch.arange(300) if bias else torch.zeros(300))
+    assert torch.equal(y, expected.half().expand(num_rows, 300))
 
 
 def test_tensors_without_a_place_are_named(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.models.config import ModelConfig
+from engine.models.config import Dtype, ModelConfig
 from engine.models.decoder import Decoder
-from engine.models.loading import build_model
+from engine.models.loading import TORCH_DTYPES, build_model
 from engine.runners import torch_cpu
 from engine.runners.cpu_ops import TorchOps
 from engine.runners.step_plan import plan_step
@@ -117,16 +117,28 @@ def test_a_block_size_that_fills_no_vector_is_served_too() -> None:
     assert answer[1] == int(dense_logits(TINY, weights, [*ids, answer[0]])[-1].argmax())
 
 
-def test_bfloat16_stays_close(make_runner: MakeRunner) -> None:
-    weights = random_tensors(TINY, torch.bfloat16)
-    runner = make_runner(build_model(TINY, "bfloat16", weights.__getitem__))
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.04), ("float16", 0.005)])
+def test_16_bits_stay_close(make_runner: MakeRunner, dtype: Dtype, tolerance: float) -> None:
+    weights = random_tensors(TINY, TORCH_DTYPES[dtype])
+    runner = make_runner(build_model(TINY, dtype, weights.__getitem__))
     ids, blocks = tokens(8, 120), tables(120)
     run(runner, [ids], [0], [119], blocks)
     logits = run(runner, [ids], [119], [1], blocks)
     assert logits is not None
     expected = dense_logits(TINY, weights, ids)[-1]
-    assert float((logits[0] - expected).abs().max()) < 0.04 * float(expected.abs().max())
-    assert bool((logits.bfloat16() != logits).any()), "the head rounds nothing"
+    assert float((logits[0] - expected).abs().max()) < tolerance * float(expected.abs().max())
+    assert bool((logits.to(TORCH_DTYPES[dtype]) != logits).any()), "the head rounds nothing"
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("float16", "TorchOps"), ("bfloat16", "NumbaOps")])
+def test_a_cpu_that_cannot_convert_float16_computes_it_in_torch(
+    monkeypatch: pytest.MonkeyPatch, dtype: Dtype, kind: str
+) -> None:
+    pytest.importorskip("numba")
+    monkeypatch.setattr("engine.runners.cpu_elements.HAS_HALF", False)
+    model = build_model(TINY, dtype, random_tensors(TINY, TORCH_DTYPES[dtype]).__getitem__)
+    runner = TorchCPURunner(model, cache_for(model), block_size=BLOCK_SIZE, num_threads=1)
+    assert type(runner._ops).__name__ == kind
 
 
 def test_output_has_counts_only_where_sampled(make_runner: MakeRunner) -> None:

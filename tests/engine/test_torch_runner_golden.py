@@ -1,4 +1,4 @@
-"""The real model: every golden answer, exactly in float32; in bfloat16 by teacher forcing, as far as rounding allows.
+"""The real model: every golden answer, exactly in float32; in 16 bits by teacher forcing, as far as rounding allows.
 
 All of it runs on this CPU's widest instructions, and once more in a process that knows AVX2 alone: other kernels, other
 linears.
@@ -61,8 +61,8 @@ def test_float32_gives_every_golden_token(float32: Decoder, budget: int) -> None
     assert greedy_answers(float32, budget) == ANSWERS
 
 
-def check_bfloat16(logits: torch.Tensor, expected: Expected) -> None:
-    """`logits`: [P, vocab_size] of all answers, one after the other."""
+def check_rounded(logits: torch.Tensor, expected: Expected, spacing: float = 1.0) -> None:
+    """`logits`: [P, vocab_size] of all answers, one after the other. spacing: the dtype's; bfloat16's is 1."""
     assert logits.dtype is torch.float32
     golden = torch.tensor(ANSWERS).flatten()
     unlike = logits.argmax(1) != golden
@@ -70,19 +70,25 @@ def check_bfloat16(logits: torch.Tensor, expected: Expected) -> None:
         expected.logits.gather(1, golden[:, None])[:, 0]
         - expected.logits.gather(1, logits.argmax(1, keepdim=True))[:, 0]
     )
-    excused = expected.excused_margins()
+    excused = spacing * expected.excused_margins()
     beyond = unlike & (led_by >= excused)
     assert not beyond.any(), (
         f"another token where float32 leads by {led_by[beyond].tolist()}, excused {excused[beyond].tolist()}"
     )
-    assert 0.85 < expected.relative_rms(logits) < 1.15, expected.relative_rms(logits)
+    error = expected.relative_rms(logits) / spacing
+    assert 0.85 < error < 1.15, error
 
 
 def test_bfloat16_errs_as_far_as_it_rounds(bfloat16: Decoder, expected: Expected) -> None:
     """Its errors are of the size that its roundings explain, and so are the margins at which it chooses another
     token.
     """
-    check_bfloat16(forced_logits(bfloat16), expected)
+    check_rounded(forced_logits(bfloat16), expected)
+
+
+def test_float16_errs_an_eighth_as_far(expected: Expected) -> None:
+    """It rounds in the same places, to three bits more."""
+    check_rounded(forced_logits(load("float16")), expected, 1 / 8)
 
 
 def rounded_halfway(exact: Linear) -> Linear:
@@ -139,7 +145,7 @@ def test_a_planted_mistake_is_more_than_rounding_explains(
     if ops is not None:
         monkeypatch.setattr(torch_cpu, "_make_ops", lambda model, cache, num_threads: ops(model, cache))
     with pytest.raises(AssertionError):
-        check_bfloat16(teacher_forced(change(bfloat16), PROMPTS, ANSWERS), expected)
+        check_rounded(teacher_forced(change(bfloat16), PROMPTS, ANSWERS), expected)
 
 
 @pytest.mark.skipif(
@@ -153,6 +159,7 @@ def test_the_same_on_a_cpu_that_knows_avx2_alone(expected: Expected, tmp_path: P
         command, env=os.environ | AVX2_ONLY, stdout=subprocess.PIPE, text=True, timeout=HANG_S, check=True
     )
     assert ran.stdout.split()[-1] == "AVX2"
-    answers, logits = torch.load(file)
+    answers, bfloat16, float16 = torch.load(file)
     assert answers == ANSWERS
-    check_bfloat16(logits, expected)
+    check_rounded(bfloat16, expected)
+    check_rounded(float16, expected, 1 / 8)

@@ -23,9 +23,9 @@ from engine.kernels import attention_work, launch
 from engine.kernels.attention_work import Grid, Work
 from engine.kernels.paged_attention import attention_grids
 from engine.models import loading
-from engine.models.config import LongRope, ModelConfig, Rope, SlidingLayers
+from engine.models.config import Dtype, LongRope, ModelConfig, Rope, SlidingLayers
 from engine.models.decoder import Decoder
-from engine.models.loading import build_model
+from engine.models.loading import TORCH_DTYPES, build_model
 from engine.runner import Batch, Runner, StepOutput
 from engine.runners import cuda, cuda_memory, cuda_sampling, paged_cache, torch_cpu
 from engine.runners.cpu_ops import TorchOps
@@ -150,9 +150,10 @@ def test_keys_split_between_programs(
 
 
 @pytest.mark.parametrize("change", [{}, GEMMA3, PHI3], ids=["llama", "gemma 3", "phi 3"])
-def test_bfloat16_stays_close(change: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.04), ("float16", 0.002)])
+def test_16_bits_stay_close(change: dict[str, Any], dtype: Dtype, tolerance: float) -> None:
     config = replace(TINY, **change)
-    model = build_model(config, "bfloat16", random_tensors(config, torch.bfloat16).__getitem__)
+    model = build_model(config, dtype, random_tensors(config, TORCH_DTYPES[dtype]).__getitem__)
     batch = make_batch([list(range(20))], [0], [20], [[4, 9]])
     reference = by_torch(model)
     by_kernels(model).execute(batch)
@@ -161,10 +162,11 @@ def test_bfloat16_stays_close(change: dict[str, Any]) -> None:
         each.execute(batch)
     written = ~reference.cache.isnan()
     error = (runner.cache - reference.cache)[written].abs().max() / reference.cache[written].abs().max()
-    assert error < 0.04
+    assert error < tolerance
 
 
-def test_tokens_are_chosen_from_float32_logits_in_bfloat16_too(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_tokens_are_chosen_from_float32_logits_in_16_bits_too(monkeypatch: pytest.MonkeyPatch, dtype: Dtype) -> None:
     seen: list[torch.Tensor] = []
 
     def sample_tokens(logits: torch.Tensor, *rest: Any) -> Any:
@@ -172,9 +174,21 @@ def test_tokens_are_chosen_from_float32_logits_in_bfloat16_too(monkeypatch: pyte
         return cuda_sampling.sample_tokens(logits, *rest)
 
     monkeypatch.setattr(cuda, "sample_tokens", sample_tokens)
-    model = build_model(TINY, "bfloat16", random_tensors(TINY, torch.bfloat16).__getitem__)
+    model = build_model(TINY, dtype, random_tensors(TINY, TORCH_DTYPES[dtype]).__getitem__)
     by_kernels(model).execute(make_batch([list(range(20))], [0], [20], [[4, 9]]))
-    assert seen[0].dtype is torch.float32 and bool((seen[0].bfloat16() != seen[0]).any())
+    assert seen[0].dtype is torch.float32 and bool((seen[0].to(model.dtype) != seen[0]).any())
+
+
+@pytest.mark.parametrize("kind", ["fp16", "bf16"])
+def test_products_are_summed_in_float32(kind: str) -> None:
+    switches, name = torch.backends.cuda.matmul, f"allow_{kind}_reduced_precision_reduction"
+    before = getattr(switches, name)
+    try:
+        setattr(switches, name, True)
+        by_kernels(model_of())
+        assert not getattr(switches, name)
+    finally:
+        setattr(switches, name, before)
 
 
 class Echo:

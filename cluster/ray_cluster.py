@@ -16,6 +16,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from cluster import private_ray
 from cluster.keeper import Keeper
 from cluster.ray_handles import Actor, PrivateFolder, actor_name
 from cluster.ray_parts import GivenPart, GivenParts, Parts, PrivateParts
@@ -32,6 +33,8 @@ _CALL_TIMEOUT_S = 60.0
 """Longest wait for Ray itself to do something."""
 _LEAVE_TIMEOUT_S = 2.0
 """Longest wait for Ray's client to leave a private Ray before that Ray is ended."""
+_CONNECT_TIMEOUT_S = 5.0
+"""Longest wait for a start of Ray that was interrupted, before that Ray is ended."""
 _CLOSE_TIMEOUT_S = 10.0
 """Longest wait for Ray's client to close (it takes 5 s where the GCS is gone), and then for the keeper."""
 _GIVEN_TIMEOUT_S = 1.0
@@ -183,12 +186,13 @@ class RayCluster:
             return
         self._begun = False
         self._kept.wait(_CLOSE_TIMEOUT_S)
-        if self._opened and self._call is not None:
-            wait([self._call], _LEAVE_TIMEOUT_S)
+        if self._call is not None and (self._opened or not self._parts.lost()):
+            # Ray's client ends this process if its raylet goes while the client connects.
+            wait([self._call], _LEAVE_TIMEOUT_S if self._opened else _CONNECT_TIMEOUT_S)
         stuck = self._call is not None and not self._call.done()
         until = time.monotonic() + (_LEAVE_TIMEOUT_S if self.folder is not None else _CLOSE_TIMEOUT_S)
         shutdown = self._thread.submit(ray.shutdown)
-        if self._opened and not stuck and not self._parts.lost():
+        if not stuck and not self._parts.lost():
             # The wait lasts until Ray's client has left. After that `ray.shutdown` would ask the processes of a private
             # Ray to end, one after the other, and wait for each.
             while (
@@ -223,14 +227,11 @@ class RayCluster:
         assert self.folder is not None
         try:
             self.do(
-                ray.init,
-                address="local",
+                private_ray.start,
                 namespace=self._namespace,
                 num_cpus=num_cpus,
                 num_gpus=None if num_gpus else 0,
                 object_store_memory=_OBJECT_STORE_BYTES,
-                include_dashboard=False,
-                log_to_driver=False,
                 logging_level="error",
                 _node_ip_address=_LOOPBACK,
                 _temp_dir=str(self.folder.path),

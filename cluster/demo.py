@@ -23,7 +23,9 @@ from cluster.demo_prompts import prompts
 from cluster.demo_report import Answer, answer_table, engine_facts, engine_table, request_facts, request_table
 from cluster.fetch import demo_model_dir
 from cluster.serve import Deployment, Progress
+from cluster.timings import COMMAND, timings_table
 from protocol.messages import Address
+from protocol.start_times import note, phase, phases
 from router.policy import ReplicaView
 from twopass.client import AsyncClient
 from twopass.console import plain_console
@@ -34,27 +36,35 @@ SAMPLE_S = 0.5
 """Interval at which the engines are looked at while they work."""
 
 
-def run(model: Path | None, out: Path | None) -> None:
-    """Runs the demo with the given model, else with the fetched one, and writes the facts to `out` as JSON.
+def run(model: Path | None, out: Path | None, timings: bool = False) -> None:
+    """Runs the demo with the given model, else with the fetched one, and writes the facts to `out` as JSON. With
+    `timings` it also prints where the time went.
 
     Raises TwopassError. It leaves nothing running.
     """
     console = plain_console()
     with ExitStack() as running:
         with _waiting(console) as progress:
-            model_dir = model or demo_model_dir(progress)
+            with phase("model"):
+                model_dir = model or demo_model_dir(progress)
             deployment = running.enter_context(Deployment(_config(model_dir), progress))
         answers = [Answer(prompt) for prompt in prompts()]
-        busiest = asyncio.run(_answer_all(deployment, answers, console))
+        with phase("answers"):
+            busiest = asyncio.run(_answer_all(deployment, answers, console))
         console.print(request_table(answers))
         with _waiting(console) as progress:
             progress("collecting the engines' figures")
-            engines = [
-                engine_facts(replica, busiest.get(replica.address, replica)) for replica in _final_loads(deployment)
-            ]
+            with phase("figures"):
+                engines = [
+                    engine_facts(replica, busiest.get(replica.address, replica)) for replica in _final_loads(deployment)
+                ]
+            times = deployment.start_times()
             progress("stopping")
-            running.close()
+            with phase("stop"):
+                running.close()
     console.print(engine_table(engines))
+    if timings:
+        console.print(timings_table({**times, COMMAND: phases()}))
     if out is not None:
         facts = {
             "model": str(model_dir),
@@ -142,6 +152,7 @@ async def _answer(client: AsyncClient, answer: Answer) -> None:
     else:
         stream = client.generate(prompt.text, max_tokens=prompt.max_tokens, request_id=prompt.name)
     async for chunk in stream:
+        note("first token", sent_at)
         answer.text += chunk.text
         answer.token_times_s += [time.monotonic() - sent_at] * len(chunk.token_ids)
         answer.num_prompt_tokens = chunk.prompt_tokens or answer.num_prompt_tokens

@@ -20,6 +20,7 @@ from cluster import private_ray
 from cluster.keeper import Keeper
 from cluster.ray_handles import Actor, PrivateFolder, actor_name
 from cluster.ray_parts import GivenPart, GivenParts, Parts, PrivateParts
+from cluster.stop_request import STOP_SIGNALS
 from protocol.errors import CapacityError, ClusterLost, StartupError
 from protocol.messages import Address
 
@@ -43,7 +44,6 @@ _START_TIMEOUT_S = 120.0
 """Longest start of a private Ray. Ray mostly gives up earlier by itself, but not always."""
 _CHECK_S = 0.25
 """Interval at which the parts of Ray are looked at while something is waited for."""
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Bundle(NamedTuple):

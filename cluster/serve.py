@@ -1,13 +1,15 @@
 """One deployment from its first process to its last: placement, epochs, replacement of dead processes, drain.
 
 1. The model is checked and Ray is opened. If that fails, nothing else has started.
-2. The router starts first, takes its port, and is there when engines come up.
-3. Engines start side by side. The router is told of each new engine and speaks first; the engine answers with `Hello`.
+2. Engines and router start side by side. Engines take longest, so they get the worker processes that Ray has ready.
+3. Once the router is up, it is told of each engine that has started and speaks first; the engine answers with `Hello`.
 4. `watch` looks at every process. A dead engine is reported to the router, its shared memory is removed, and a new one
    starts under a higher epoch. A dead router is replaced on the same port, also under a higher epoch, and the new one
    is told of every live engine. The requests of the dead router are lost.
 5. `drain` lets open requests end. `stop` ends all processes and leaves no process, shared memory, folder or port.
 6. When a part of Ray itself dies, nothing can be watched or replaced any more: every step raises ClusterLost.
+
+These steps are in one file, because each of them reads or changes the same few processes.
 """
 
 import secrets
@@ -25,11 +27,13 @@ from cluster.ray_address import is_given
 from cluster.ray_cluster import Bundle, RayCluster
 from cluster.ray_handles import Actor, ActorDied, Mailbox
 from cluster.replica_process import ReplicaProcess
+from cluster.timings import COMMAND
 from decode_pool.actor import DecodeActor
 from kv_transfer.segment import PREFIX, remove_stale
 from prefill_pool.actor import PrefillActor
 from protocol.errors import CapacityError, ClusterLost, StartupError
 from protocol.messages import ROUTER_ID, Address
+from protocol.start_times import Phase, phase, phases
 from router.actor import RouterActor
 from router.policy import ReplicaView
 
@@ -96,6 +100,11 @@ class Deployment:
         loads: list[ReplicaView] | None = self._ask_router("loads")
         return loads or []
 
+    def start_times(self) -> dict[str, list[Phase]]:
+        """What this process and those that are up did when while they started, by their names."""
+        up = [place for place in (self._router, *self._engines) if place.state == "up"]
+        return {COMMAND: phases()} | {place.replica_id: place.live.call("start_times") for place in up}
+
     def watch(self, timeout_s: float = 0.25) -> None:
         """Looks at every process once, then waits `timeout_s`. Raises ClusterLost."""
         self._ray.check()
@@ -146,6 +155,25 @@ class Deployment:
             self._ray.close()
 
     def _start(self) -> None:
+        with phase("checks"):
+            bundles = self._check()
+        self.progress("starting Ray")
+        with phase("Ray"):
+            self._ray.open(
+                num_cpus=sum(bundle.num_cpus for bundle in bundles), num_gpus=sum(bundle.num_gpus for bundle in bundles)
+            )
+            self._ray.place(bundles)
+        self.progress(f"starting the router, {', '.join(engine.replica_id for engine in self._engines)}")
+        with phase("router and engines"):
+            for place in (*self._engines, self._router):
+                self._launch(place)
+            for place in (self._router, *self._engines):
+                self._await_first_start(place)
+        with phase("greetings"):
+            self._await_greetings()
+
+    def _check(self) -> list[Bundle]:
+        """Checks the model and the machine, and returns what the engines take of it."""
         cores = usable_cores()
         self.config = config = with_threads(self.config, len(cores))
         served = served_model.serve_model(config)
@@ -161,17 +189,7 @@ class Deployment:
         self._engines = [ReplicaProcess(name, role, bundle) for bundle, (name, role) in enumerate(names)]
         bundles = [Bundle(pool.threads, pool.num_gpus) for pool in map(self._pool, self._engines)]
         self._cpus = own_cores([bundle.num_cpus for bundle in bundles], cores)
-        self.progress("starting Ray")
-        self._ray.open(
-            num_cpus=sum(bundle.num_cpus for bundle in bundles), num_gpus=sum(bundle.num_gpus for bundle in bundles)
-        )
-        self._ray.place(bundles)
-        self.progress(f"starting the router, {', '.join(engine.replica_id for engine in self._engines)}")
-        for place in (self._router, *self._engines):
-            self._launch(place)
-        for place in (self._router, *self._engines):
-            self._await_first_start(place)
-        self._await_greetings()
+        return bundles
 
     def _await_first_start(self, place: ReplicaProcess) -> None:
         if not self._ray.ready(place.pending, START_TIMEOUT_S):

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
@@ -117,13 +116,13 @@ def serve(
             console.print(f"draining, at most {drain_s:g} s; Ctrl-C again stops at once")
             with start_times.phase("drain"):
                 num_lost = deployment.drain(drain_s)
-            stopping_at = time.monotonic()
+            stopping = start_times.now()
             if num_lost is None:
                 console.print("stopping; the router died, what was open is lost")
             else:
                 console.print(f"stopping; {num_lost} requests did not end in time" if num_lost else "drained, stopping")
             stop.ignore()
-        start_times.note("stop", stopping_at)
+        start_times.note("stop", stopping)
         if timings:
             console.print(timings_table({COMMAND: start_times.phases()}))
     except KeyboardInterrupt:

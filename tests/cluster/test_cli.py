@@ -86,7 +86,7 @@ class Deployment:
     def __exit__(self, *error): pass
     def watch(self): os.kill(os.getpid(), signal.SIGTERM)
     def drain(self, deadline_s): return 0
-    def start_times(self): return {"router": [Phase("tokenizer", 1.0, 3.0)]}
+    def start_times(self): return {"router": [Phase("tokenizer", 1.0, 3.0, 0.5)]}
 cluster.serve.Deployment = Deployment
 from twopass.__main__ import main
 main()
@@ -109,7 +109,7 @@ main()
     assert f"serving on {address}; Ctrl-C drains" in lines
     assert "metrics on http://127.0.0.1:8/metrics" in lines
     timings = [line.split() for line in lines]
-    assert ["router", "tokenizer", "0.00", "2.00", "2.00"] in timings
+    assert ["router", "tokenizer", "0.00", "2.00", "2.00", "0.50"] in timings
     assert [row[:2] for row in timings if row[:1] == ["command"]][-2:] == [["command", "drain"], ["command", "stop"]]
 
 

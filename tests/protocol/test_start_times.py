@@ -18,6 +18,7 @@ try:
 except ValueError:
     pass
 for phase in start_times.phases():
+    assert phase.cpu_s >= 0
     print(phase.name, phase.began_at, phase.ended_at)
 """
 

@@ -81,9 +81,10 @@ class RayCluster:
         self._group: PlacementGroup | None = None
         self._bundles: Sequence[Bundle] = ()
 
-    def open(self, *, num_cpus: int, num_gpus: int) -> None:
+    def open(self, *, num_cpus: int, num_gpus: int, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Joins the given Ray, or starts a private one with `num_cpus` (declared, not enforced) and, if `num_gpus` is
-        not 0, this machine's GPUs.
+        not 0, this machine's GPUs. While a private one starts, the caller's thread calls `meanwhile`, during which no
+        signal is heard.
 
         Raises ConfigError, StartupError, CapacityError, ClusterLost. The caller must call `close` in any case.
         """
@@ -94,7 +95,7 @@ class RayCluster:
             if given is not None:
                 self._join(given)
             else:
-                self._start_private(num_cpus, num_gpus)
+                self._start_private(num_cpus, num_gpus, meanwhile)
             self._opened = True
         finally:
             if self._call is None or self._call.done():
@@ -166,7 +167,13 @@ class RayCluster:
 
     def do(self, function: Callable[..., Any], *args: Any, timeout_s: float = _CALL_TIMEOUT_S, **named: Any) -> Any:
         """Calls `function` in the thread that speaks to Ray. Raises ClusterLost when Ray cannot answer any more."""
+        return self._result_of(self._begin(function, *args, **named), timeout_s)
+
+    def _begin(self, function: Callable[..., Any], *args: Any, **named: Any) -> "Future[Any]":
         call = self._call = self._thread.submit(function, *args, **named)
+        return call
+
+    def _result_of(self, call: "Future[Any]", timeout_s: float) -> Any:
         until = time.monotonic() + timeout_s
         while not wait([call], _CHECK_S).done:
             if not self._opened:
@@ -221,12 +228,12 @@ class RayCluster:
         finally:
             self._kept.set()
 
-    def _start_private(self, num_cpus: int, num_gpus: int) -> None:
+    def _start_private(self, num_cpus: int, num_gpus: int, meanwhile: Callable[[], object]) -> None:
         self._parts = PrivateParts()
         self.do(self._keep, Path("/tmp"))
         assert self.folder is not None
         try:
-            self.do(
+            starting = self._begin(
                 private_ray.start,
                 namespace=self._namespace,
                 num_cpus=num_cpus,
@@ -235,8 +242,9 @@ class RayCluster:
                 logging_level="error",
                 _node_ip_address=_LOOPBACK,
                 _temp_dir=str(self.folder.path),
-                timeout_s=_START_TIMEOUT_S,
             )
+            meanwhile()
+            self._result_of(starting, _START_TIMEOUT_S)
         except Exception as error:
             if type(error) is not Exception:
                 raise

@@ -15,12 +15,11 @@ These steps are in one file, because each of them reads or changes the same few 
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import partial
-from pathlib import Path
-from typing import Any, Self
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Self
 
-from cluster import build, preflight, served_model
+from cluster import preflight, served_model
 from cluster.config import ClusterConfig, PoolConfig
 from cluster.cores import Core, own_cores, usable_cores, with_threads
 from cluster.ray_address import is_given
@@ -28,14 +27,13 @@ from cluster.ray_cluster import Bundle, RayCluster
 from cluster.ray_handles import Actor, ActorDied, Mailbox
 from cluster.replica_process import ReplicaProcess
 from cluster.timings import COMMAND
-from decode_pool.actor import DecodeActor
 from kv_transfer.segment import PREFIX, remove_stale
-from prefill_pool.actor import PrefillActor
 from protocol.errors import CapacityError, ClusterLost, StartupError
 from protocol.messages import ROUTER_ID, Address
 from protocol.start_times import Phase, phase, phases
-from router.actor import RouterActor
-from router.policy import ReplicaView
+
+if TYPE_CHECKING:
+    from router.policy import ReplicaView
 
 START_TIMEOUT_S = 300.0
 """Longest start of an engine, which may read its weights from a slow disk."""
@@ -95,7 +93,7 @@ class Deployment:
         """
         return {place.replica_id: place for place in (self._router, *self._engines)}[replica_id].live
 
-    def loads(self) -> list[ReplicaView]:
+    def loads(self) -> "list[ReplicaView]":
         """What the router knows of every engine that has sent it a `Hello`; empty while the router is dead."""
         loads: list[ReplicaView] | None = self._ask_router("loads")
         return loads or []
@@ -160,7 +158,9 @@ class Deployment:
         self.progress("starting Ray")
         with phase("Ray"):
             self._ray.open(
-                num_cpus=sum(bundle.num_cpus for bundle in bundles), num_gpus=sum(bundle.num_gpus for bundle in bundles)
+                num_cpus=sum(bundle.num_cpus for bundle in bundles),
+                num_gpus=sum(bundle.num_gpus for bundle in bundles),
+                meanwhile=lambda: import_module("cluster.launch"),
             )
             self._ray.place(bundles)
         self.progress(f"starting the router, {', '.join(engine.replica_id for engine in self._engines)}")
@@ -217,24 +217,20 @@ class Deployment:
     def _launch(self, place: ReplicaProcess) -> None:
         config, now = self.config, time.monotonic()
         address, mailbox = Address(place.replica_id, self._next_epoch()), Mailbox(self._namespace)
+        from cluster import launch  # has been imported while Ray started
+
         if place.role == "router":
-            router = replace(config.router, grpc_port=self.port, metrics_port=self.metrics_port)
-            model_dir = Path(config.model) if config.model is not None else None
-            place.actor = self._ray.spawn(
-                RouterActor, address, address, config.log_level, router, model_dir, self._vocab_size, mailbox
+            kind, arguments = launch.router(
+                config,
+                address,
+                mailbox,
+                port=self.port,
+                metrics_port=self.metrics_port,
+                vocab_size=self._vocab_size,
             )
         else:
-            kind, make = (
-                (PrefillActor, build.build_prefill) if place.role == "prefill" else (DecodeActor, build.build_decode)
-            )
-            place.actor = self._ray.spawn(
-                kind,
-                address,
-                address,
-                config.log_level,
-                partial(build.on_cores, self._cpus_of(place), partial(make, config, address, mailbox, self.prefix)),
-                bundle=place.bundle,
-            )
+            kind, arguments = launch.engine(place.role, config, address, mailbox, self.prefix, self._cpus_of(place))
+        place.actor = self._ray.spawn(kind, address, *arguments, bundle=place.bundle)
         place.state, place.since = "starting", now
         place.ask("start", now)
 

@@ -87,7 +87,8 @@ def build_decode(config: ClusterConfig, address: Address, send: Send, prefix: st
     def wake() -> None:
         loops[0].wake()
 
-    connector = ThreadConnector(choose(config.transfer, cache, wake), wake)
+    with phase("transports"):
+        connector = ThreadConnector(choose(config.transfer, cache, wake), wake)
     resources.callback(connector.close)
     engine = _assemble(config, "decode", served, blocks, address)
     service = DecodeService(engine, transport=connector, config=config.transfer, cache=cache)

@@ -34,7 +34,7 @@ _CALL_TIMEOUT_S = 60.0
 """Longest wait for Ray itself to do something."""
 _LEAVE_TIMEOUT_S = 2.0
 """Longest wait for Ray's client to leave a private Ray before that Ray is ended."""
-_CONNECT_TIMEOUT_S = 5.0
+_CONNECT_TIMEOUT_S = 10.0
 """Longest wait for a start of Ray that was interrupted, before that Ray is ended."""
 _CLOSE_TIMEOUT_S = 10.0
 """Longest wait for Ray's client to close (it takes 5 s where the GCS is gone), and then for the keeper."""

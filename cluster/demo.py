@@ -60,7 +60,7 @@ def run(model: Path | None, out: Path | None, timings: bool = False) -> None:
                 engines = [
                     engine_facts(replica, busiest.get(replica.address, replica)) for replica in _final_loads(deployment)
                 ]
-            times = deployment.start_times()
+            times = deployment.start_times() if timings else {}
             progress("stopping")
             with phase("stop"):
                 running.close()

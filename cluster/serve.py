@@ -15,6 +15,7 @@ These steps are in one file, because each of them reads or changes the same few 
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Self
@@ -99,9 +100,12 @@ class Deployment:
         return loads or []
 
     def start_times(self) -> dict[str, list[Phase]]:
-        """What this process and those that are up did when while they started, by their names."""
-        up = [place for place in (self._router, *self._engines) if place.state == "up"]
-        return {COMMAND: phases()} | {place.replica_id: place.live.call("start_times") for place in up}
+        """What this process and those that answer did when while they started, by their names."""
+        times = {COMMAND: phases()}
+        for place in (self._router, *self._engines):
+            with suppress(ActorDied, StartupError):
+                times[place.replica_id] = place.live.call("start_times", timeout_s=self._patience_s())
+        return times
 
     def watch(self, timeout_s: float = 0.25) -> None:
         """Looks at every process once, then waits `timeout_s`. Raises ClusterLost."""

@@ -10,8 +10,8 @@
 # make soak     ten minutes of mixed load; exits 1 when blocks or memory do not come back; ARGS="--minutes 60" is passed
 #               on
 #
-# `make setup` compiles the installed packages to bytecode once. A deployment starts ten Python processes, and some of
-# them may run as a user who cannot write the bytecode.
+# `make setup` compiles the installed packages to bytecode once. A deployment starts five Python processes and more, and
+# some of them may run as a user who cannot write the bytecode.
 #
 # PyPI gives Linux the CUDA build of torch (about 3 GB). The CPU build is smaller and enough for everything here: put
 # its wheel in a folder that `pip config get global.find-links` names, or set UV_FIND_LINKS to one, before `make setup`.

@@ -39,6 +39,7 @@ from kv_transfer.select import choose
 from prefill_pool.service import PrefillService
 from protocol.messages import Address, Envelope, PoolName
 from protocol.router_link import LinkConfig
+from protocol.start_times import phase
 
 log = logging.getLogger(__name__)
 
@@ -58,15 +59,16 @@ def build_prefill(config: ClusterConfig, address: Address, send: Send, prefix: s
     remove_stale()  # the engine's machine may be another one than the supervisor's
     name = f"{prefix.removeprefix(PREFIX)}{address.replica_id}-{address.epoch}"
     # There are as many lease words as blocks, because every leased prompt holds at least one block of its own.
-    export = Export(
-        config.transfer,
-        name,
-        _device(config, pool),
-        num_blocks=blocks,
-        block_bytes=served.layout(pool).block_bytes,
-        num_words=blocks,
-        num_peers=config.decode.replicas,
-    )
+    with phase("KV cache"):
+        export = Export(
+            config.transfer,
+            name,
+            _device(config, pool),
+            num_blocks=blocks,
+            block_bytes=served.layout(pool).block_bytes,
+            num_words=blocks,
+            num_peers=config.decode.replicas,
+        )
     resources.callback(export.close)
     engine = _assemble(config, "prefill", served, blocks, address, export.endpoint)
     leases = LeaseTable(export.words, address.epoch)
@@ -78,13 +80,15 @@ def build_decode(config: ClusterConfig, address: Address, send: Send, prefix: st
     """Builds a decode engine. No other process sees its cache. Raises StartupError."""
     served, pool = serve_model(config), config.decode
     blocks, make_runner = _prepare(config, pool, served, resources)
-    cache = make_cache(config, pool, blocks, served.layout(pool))
+    with phase("KV cache"):
+        cache = make_cache(config, pool, blocks, served.layout(pool))
     loops: list[EngineLoop] = []
 
     def wake() -> None:
         loops[0].wake()
 
-    connector = ThreadConnector(choose(config.transfer, cache, wake), wake)
+    with phase("transports"):
+        connector = ThreadConnector(choose(config.transfer, cache, wake), wake)
     resources.callback(connector.close)
     engine = _assemble(config, "decode", served, blocks, address)
     service = DecodeService(engine, transport=connector, config=config.transfer, cache=cache)
@@ -108,21 +112,22 @@ def _assemble(
     config: ClusterConfig, role: PoolName, served: ServedModel, blocks: int, address: Address, endpoint: bytes = b""
 ) -> EngineParts:
     pool = config.pools[role]
-    return assemble(
-        pool.engine,
-        role=role,
-        address=address,
-        num_blocks=blocks,
-        num_host_blocks=num_host_blocks(pool, served),
-        fingerprint=served.layout(pool).fingerprint(),
-        link=LinkConfig(
-            status_interval_s=config.router.status_interval_s, router_timeout_s=config.router.router_timeout_s
-        ),
-        clock=time.monotonic,
-        endpoint=endpoint,
-        eos_token_ids=served.eos_token_ids,
-        proposer=NGramProposer() if role == "decode" else None,
-    )
+    with phase("scheduler"):
+        return assemble(
+            pool.engine,
+            role=role,
+            address=address,
+            num_blocks=blocks,
+            num_host_blocks=num_host_blocks(pool, served),
+            fingerprint=served.layout(pool).fingerprint(),
+            link=LinkConfig(
+                status_interval_s=config.router.status_interval_s, router_timeout_s=config.router.router_timeout_s
+            ),
+            clock=time.monotonic,
+            endpoint=endpoint,
+            eos_token_ids=served.eos_token_ids,
+            proposer=NGramProposer() if role == "decode" else None,
+        )
 
 
 def make_cache(config: ClusterConfig, pool: PoolConfig, blocks: int, layout: KVLayout) -> KVCache:
@@ -170,7 +175,8 @@ def _prepare(
     assert config.model is not None, "the arithmetic runner takes no GPU"
     engine = pool.engine
     await_device_memory(engine.gpu_memory_utilization)
-    model = load_model(Path(config.model), config.model_dtype, "cuda", longest_sequence(config))
+    with phase("weights"):
+        model = load_model(Path(config.model), config.model_dtype, "cuda", longest_sequence(config))
     blocks = profiled_blocks(model, engine) if is_profiled(pool) else num_blocks(config, pool, served)
 
     def make(cache: Any, host_blocks: int) -> Runner:
@@ -183,7 +189,8 @@ def _prepare(
             num_host_blocks=host_blocks,
         )
         resources.callback(runner.close)
-        warm_up(runner, engine)
+        with phase("kernels"):
+            warm_up(runner, engine)
         return runner
 
     return blocks, make
@@ -193,20 +200,23 @@ def _cpu_runner(config: ClusterConfig, pool: PoolConfig, cache: npt.NDArray[np.u
     """Loads the model. The runner uses `cache`, uint8 [num_blocks, block_bytes], in place."""
     if config.model is None or config.runner == "arithmetic":
         return ArithmeticRunner(arithmetic_model.cache_view(cache), num_host_blocks=host_blocks)
-    import jit.openmp  # noqa: F401  before torch
+    with phase("torch"):
+        import jit.openmp  # noqa: F401  before torch
 
-    # isort: split
-    import torch  # takes 1.5 s and 200 MB, which an arithmetic engine does not need
+        # isort: split
+        import torch  # takes 1.5 s and 200 MB, which an arithmetic engine does not need
 
-    from engine.models.loading import load_model
-    from engine.runners.torch_cpu import TorchCPURunner
+        from engine.models.loading import load_model
+        from engine.runners.torch_cpu import TorchCPURunner
 
     torch.set_num_threads(pool.threads)
-    model = load_model(Path(config.model), config.model_dtype, "cpu", longest_sequence(config))
-    return TorchCPURunner(
-        model,
-        torch.from_numpy(cache.reshape(-1)),
-        block_size=pool.engine.block_size,
-        num_threads=pool.threads,
-        num_host_blocks=host_blocks,
-    )
+    with phase("weights"):
+        model = load_model(Path(config.model), config.model_dtype, "cpu", longest_sequence(config))
+    with phase("kernels"):
+        return TorchCPURunner(
+            model,
+            torch.from_numpy(cache.reshape(-1)),
+            block_size=pool.engine.block_size,
+            num_threads=pool.threads,
+            num_host_blocks=host_blocks,
+        )

@@ -9,11 +9,12 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import wraps
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, ParamSpec
 
 import typer
 
+from cluster.stop_request import STOP_SIGNALS, StopRequest
+from protocol import start_times  # before what takes long to import
 from protocol.errors import ConfigError, TwopassError
 from twopass.console import plain_console
 from twopass.errors import TwopassError as ClientError
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 
 DRAIN_S = 30.0
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 console = plain_console(stderr=True)
 
@@ -72,41 +72,13 @@ def _ending_here(command: Callable[P, None]) -> Callable[P, None]:
     return run
 
 
-class StopRequest:
-    """Handles SIGINT, SIGTERM and SIGHUP. While serving, the first signal asks for a drain and the second interrupts.
-    At other times the first signal interrupts. All later ones are ignored.
-
-    A signal to the process group or cgroup also reaches the private Ray and its actors. They leave it to this process.
-    """
-
-    def __init__(self) -> None:
-        self.serving = False
-        self.asked = False
-        self._insisted = False
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._on_signal)
-
-    def listen(self) -> None:
-        """Unblocks the signals. Those that came before are handled now."""
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-
-    def ignore(self) -> None:
-        """Ignores all signals from now on: what is still to do takes seconds."""
-        self.asked = self._insisted = True
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.serving and not self.asked:
-            self.asked = True
-        elif not self._insisted:
-            self._insisted = True
-            raise KeyboardInterrupt
-
-
 ConfigOption = Annotated[Path | None, typer.Option(help="YAML file; deploy/local.yaml is an example.")]
 SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Overrides one key, as in decode.max_num_seqs=64."),
 ]
+
+TimingsOption = Annotated[bool, typer.Option("--timings", help="Prints where the time of start and end went.")]
 
 
 def serve(
@@ -115,6 +87,7 @@ def serve(
     drain_s: Annotated[
         float, typer.Option(help="Seconds that open requests get to end in after the first Ctrl-C or SIGTERM.")
     ] = DRAIN_S,
+    timings: TimingsOption = False,
 ) -> None:
     """Runs a deployment until Ctrl-C or SIGTERM, then drains it."""
     from cluster.config import load
@@ -122,7 +95,9 @@ def serve(
     loaded = load(config, set_ or [])
     from cluster.ray_address import job_warning
     from cluster.serve import Deployment
+    from cluster.timings import COMMAND, timings_table
 
+    start_times.note_imports()
     stop = StopRequest()
     try:
         stop.listen()
@@ -134,15 +109,22 @@ def serve(
             console.print(
                 f"metrics on http://{_reached_at(loaded.router.metrics_host, deployment.metrics_port, '/metrics')}"
             )
+            if timings:
+                console.print(timings_table(deployment.start_times()))
             while not stop.asked:
                 deployment.watch()
             console.print(f"draining, at most {drain_s:g} s; Ctrl-C again stops at once")
-            num_lost = deployment.drain(drain_s)
+            with start_times.phase("drain"):
+                num_lost = deployment.drain(drain_s)
+            stopping = start_times.now()
             if num_lost is None:
                 console.print("stopping; the router died, what was open is lost")
             else:
                 console.print(f"stopping; {num_lost} requests did not end in time" if num_lost else "drained, stopping")
             stop.ignore()
+        start_times.note("stop", stopping)
+        if timings:
+            console.print(timings_table({COMMAND: start_times.phases()}))
     except KeyboardInterrupt:
         console.print("stopped")
         raise typer.Exit(130) from None
@@ -262,14 +244,16 @@ def demo(
         Path | None, typer.Option(help="Hugging Face directory; without it a small model is fetched once.")
     ] = None,
     json_: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Writes the same facts as JSON.")] = None,
+    timings: TimingsOption = False,
 ) -> None:
     """One prefill engine, one decode engine and a router answer eight prompts at once."""
     from cluster.demo import run
 
+    start_times.note_imports()
     stop = StopRequest()
     try:
         stop.listen()
-        run(model, json_)
+        run(model, json_, timings)
     except KeyboardInterrupt:
         console.print("stopped")
         raise typer.Exit(130) from None

@@ -23,38 +23,50 @@ from cluster.demo_prompts import prompts
 from cluster.demo_report import Answer, answer_table, engine_facts, engine_table, request_facts, request_table
 from cluster.fetch import demo_model_dir
 from cluster.serve import Deployment, Progress
+from cluster.timings import COMMAND, timings_table
 from protocol.messages import Address
+from protocol.start_times import note, now, phase, phases
 from router.policy import ReplicaView
 from twopass.client import AsyncClient
 from twopass.console import plain_console
 
 REFRESH_S = 0.1
 """Interval at which the answers on the screen are drawn again."""
+STATUS_S = 0.2
+"""Interval of the engines' statuses, which the demo waits for at its end."""
 SAMPLE_S = 0.5
 """Interval at which the engines are looked at while they work."""
 
 
-def run(model: Path | None, out: Path | None) -> None:
-    """Runs the demo with the given model, else with the fetched one, and writes the facts to `out` as JSON.
+def run(model: Path | None, out: Path | None, timings: bool = False) -> None:
+    """Runs the demo with the given model, else with the fetched one, and writes the facts to `out` as JSON. With
+    `timings` it also prints where the time went.
 
     Raises TwopassError. It leaves nothing running.
     """
     console = plain_console()
     with ExitStack() as running:
         with _waiting(console) as progress:
-            model_dir = model or demo_model_dir(progress)
+            with phase("model"):
+                model_dir = model or demo_model_dir(progress)
             deployment = running.enter_context(Deployment(_config(model_dir), progress))
         answers = [Answer(prompt) for prompt in prompts()]
-        busiest = asyncio.run(_answer_all(deployment, answers, console))
+        with phase("answers"):
+            busiest = asyncio.run(_answer_all(deployment, answers, console))
         console.print(request_table(answers))
         with _waiting(console) as progress:
             progress("collecting the engines' figures")
-            engines = [
-                engine_facts(replica, busiest.get(replica.address, replica)) for replica in _final_loads(deployment)
-            ]
+            with phase("figures"):
+                engines = [
+                    engine_facts(replica, busiest.get(replica.address, replica)) for replica in _final_loads(deployment)
+                ]
+            times = deployment.start_times() if timings else {}
             progress("stopping")
-            running.close()
+            with phase("stop"):
+                running.close()
     console.print(engine_table(engines))
+    if timings:
+        console.print(timings_table({**times, COMMAND: phases()}))
     if out is not None:
         facts = {
             "model": str(model_dir),
@@ -65,10 +77,15 @@ def run(model: Path | None, out: Path | None) -> None:
 
 
 def _config(model_dir: Path) -> ClusterConfig:
-    pool = {"max_model_len": 2048, "max_num_batched_tokens": 256, "max_num_seqs": 8, "kv_cache_bytes": 256 * 1024**2}
+    pool = {"max_model_len": 2048, "max_num_batched_tokens": 256, "max_num_seqs": 8, "kv_cache_bytes": 128 * 1024**2}
     prefill = {**pool, "long_prefill_token_threshold": 128}  # so the long prompt leaves half of each step
     return from_tree(
-        {"model": str(model_dir), "prefill": prefill, "decode": pool, "router": {"grpc_port": 0, "metrics_port": 0}}
+        {
+            "model": str(model_dir),
+            "prefill": prefill,
+            "decode": pool,
+            "router": {"grpc_port": 0, "metrics_port": 0, "status_interval_s": STATUS_S},
+        }
     )
 
 
@@ -134,7 +151,7 @@ def _watch(deployment: Deployment, busiest: dict[Address, ReplicaView], stopping
 
 
 async def _answer(client: AsyncClient, answer: Answer) -> None:
-    prompt, sent_at = answer.prompt, time.monotonic()
+    prompt, sent = answer.prompt, now()
     if prompt.chat:
         stream = client.chat(
             [{"role": "user", "content": prompt.text}], max_tokens=prompt.max_tokens, request_id=prompt.name
@@ -142,8 +159,9 @@ async def _answer(client: AsyncClient, answer: Answer) -> None:
     else:
         stream = client.generate(prompt.text, max_tokens=prompt.max_tokens, request_id=prompt.name)
     async for chunk in stream:
+        note("first token", sent)
         answer.text += chunk.text
-        answer.token_times_s += [time.monotonic() - sent_at] * len(chunk.token_ids)
+        answer.token_times_s += [time.monotonic() - sent.at] * len(chunk.token_ids)
         answer.num_prompt_tokens = chunk.prompt_tokens or answer.num_prompt_tokens
         answer.finish_reason = chunk.finish_reason or ""
         answer.timing = chunk.timing or answer.timing

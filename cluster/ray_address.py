@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 # These are set before Ray is imported, because Ray reads them once. A given cluster decides itself whether it wants a
 # token and at which priority its workers run. For a private one Ray would write a token file that makes later job
-# submissions fail, and would run the workers at nice 15.
+# submissions fail, would run the workers at nice 15, and under `uv run` would want them to run under it too.
 if os.environ.get("RAY_ADDRESS", "") in ("", "local"):
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_worker_niceness", "0")
+    os.environ.update(RAY_ENABLE_UV_RUN_RUNTIME_ENV="0")
     os.environ.update(RAY_grpc_enable_http_proxy="0")  # all traffic is on the loopback interface
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 

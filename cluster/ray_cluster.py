@@ -16,9 +16,11 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from cluster import private_ray
 from cluster.keeper import Keeper
 from cluster.ray_handles import Actor, PrivateFolder, actor_name
 from cluster.ray_parts import GivenPart, GivenParts, Parts, PrivateParts
+from cluster.stop_request import STOP_SIGNALS
 from protocol.errors import CapacityError, ClusterLost, StartupError
 from protocol.messages import Address
 
@@ -32,6 +34,8 @@ _CALL_TIMEOUT_S = 60.0
 """Longest wait for Ray itself to do something."""
 _LEAVE_TIMEOUT_S = 2.0
 """Longest wait for Ray's client to leave a private Ray before that Ray is ended."""
+_CONNECT_TIMEOUT_S = 10.0
+"""Longest wait for a start of Ray that was interrupted, before that Ray is ended."""
 _CLOSE_TIMEOUT_S = 10.0
 """Longest wait for Ray's client to close (it takes 5 s where the GCS is gone), and then for the keeper."""
 _GIVEN_TIMEOUT_S = 1.0
@@ -40,7 +44,6 @@ _START_TIMEOUT_S = 120.0
 """Longest start of a private Ray. Ray mostly gives up earlier by itself, but not always."""
 _CHECK_S = 0.25
 """Interval at which the parts of Ray are looked at while something is waited for."""
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Bundle(NamedTuple):
@@ -78,9 +81,10 @@ class RayCluster:
         self._group: PlacementGroup | None = None
         self._bundles: Sequence[Bundle] = ()
 
-    def open(self, *, num_cpus: int, num_gpus: int) -> None:
+    def open(self, *, num_cpus: int, num_gpus: int, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Joins the given Ray, or starts a private one with `num_cpus` (declared, not enforced) and, if `num_gpus` is
-        not 0, this machine's GPUs.
+        not 0, this machine's GPUs. While a private one starts, the caller's thread calls `meanwhile`, during which no
+        signal is heard.
 
         Raises ConfigError, StartupError, CapacityError, ClusterLost. The caller must call `close` in any case.
         """
@@ -91,7 +95,7 @@ class RayCluster:
             if given is not None:
                 self._join(given)
             else:
-                self._start_private(num_cpus, num_gpus)
+                self._start_private(num_cpus, num_gpus, meanwhile)
             self._opened = True
         finally:
             if self._call is None or self._call.done():
@@ -163,7 +167,13 @@ class RayCluster:
 
     def do(self, function: Callable[..., Any], *args: Any, timeout_s: float = _CALL_TIMEOUT_S, **named: Any) -> Any:
         """Calls `function` in the thread that speaks to Ray. Raises ClusterLost when Ray cannot answer any more."""
+        return self._result_of(self._begin(function, *args, **named), timeout_s)
+
+    def _begin(self, function: Callable[..., Any], *args: Any, **named: Any) -> "Future[Any]":
         call = self._call = self._thread.submit(function, *args, **named)
+        return call
+
+    def _result_of(self, call: "Future[Any]", timeout_s: float) -> Any:
         until = time.monotonic() + timeout_s
         while not wait([call], _CHECK_S).done:
             if not self._opened:
@@ -183,12 +193,13 @@ class RayCluster:
             return
         self._begun = False
         self._kept.wait(_CLOSE_TIMEOUT_S)
-        if self._opened and self._call is not None:
-            wait([self._call], _LEAVE_TIMEOUT_S)
+        if self._call is not None and (self._opened or not self._parts.lost()):
+            # Ray's client ends this process if its raylet goes while the client connects.
+            wait([self._call], _LEAVE_TIMEOUT_S if self._opened else _CONNECT_TIMEOUT_S)
         stuck = self._call is not None and not self._call.done()
         until = time.monotonic() + (_LEAVE_TIMEOUT_S if self.folder is not None else _CLOSE_TIMEOUT_S)
         shutdown = self._thread.submit(ray.shutdown)
-        if self._opened and not stuck and not self._parts.lost():
+        if not stuck and not self._parts.lost():
             # The wait lasts until Ray's client has left. After that `ray.shutdown` would ask the processes of a private
             # Ray to end, one after the other, and wait for each.
             while (
@@ -217,25 +228,23 @@ class RayCluster:
         finally:
             self._kept.set()
 
-    def _start_private(self, num_cpus: int, num_gpus: int) -> None:
+    def _start_private(self, num_cpus: int, num_gpus: int, meanwhile: Callable[[], object]) -> None:
         self._parts = PrivateParts()
         self.do(self._keep, Path("/tmp"))
         assert self.folder is not None
         try:
-            self.do(
-                ray.init,
-                address="local",
+            starting = self._begin(
+                private_ray.start,
                 namespace=self._namespace,
                 num_cpus=num_cpus,
                 num_gpus=None if num_gpus else 0,
                 object_store_memory=_OBJECT_STORE_BYTES,
-                include_dashboard=False,
-                log_to_driver=False,
                 logging_level="error",
                 _node_ip_address=_LOOPBACK,
                 _temp_dir=str(self.folder.path),
-                timeout_s=_START_TIMEOUT_S,
             )
+            meanwhile()
+            self._result_of(starting, _START_TIMEOUT_S)
         except Exception as error:
             if type(error) is not Exception:
                 raise

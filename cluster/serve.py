@@ -1,37 +1,40 @@
 """One deployment from its first process to its last: placement, epochs, replacement of dead processes, drain.
 
 1. The model is checked and Ray is opened. If that fails, nothing else has started.
-2. The router starts first, takes its port, and is there when engines come up.
-3. Engines start side by side. The router is told of each new engine and speaks first; the engine answers with `Hello`.
+2. Engines and router start side by side. Engines take longest, so they get the worker processes that Ray has ready.
+3. Once the router is up, it is told of each engine that has started and speaks first; the engine answers with `Hello`.
 4. `watch` looks at every process. A dead engine is reported to the router, its shared memory is removed, and a new one
    starts under a higher epoch. A dead router is replaced on the same port, also under a higher epoch, and the new one
    is told of every live engine. The requests of the dead router are lost.
 5. `drain` lets open requests end. `stop` ends all processes and leaves no process, shared memory, folder or port.
 6. When a part of Ray itself dies, nothing can be watched or replaced any more: every step raises ClusterLost.
+
+These steps are in one file, because each of them reads or changes the same few processes.
 """
 
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import partial
-from pathlib import Path
-from typing import Any, Self
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Self
 
-from cluster import build, preflight, served_model
+from cluster import preflight, served_model
 from cluster.config import ClusterConfig, PoolConfig
 from cluster.cores import Core, own_cores, usable_cores, with_threads
 from cluster.ray_address import is_given
 from cluster.ray_cluster import Bundle, RayCluster
 from cluster.ray_handles import Actor, ActorDied, Mailbox
 from cluster.replica_process import ReplicaProcess
-from decode_pool.actor import DecodeActor
+from cluster.timings import COMMAND
 from kv_transfer.segment import PREFIX, remove_stale
-from prefill_pool.actor import PrefillActor
 from protocol.errors import CapacityError, ClusterLost, StartupError
 from protocol.messages import ROUTER_ID, Address
-from router.actor import RouterActor
-from router.policy import ReplicaView
+from protocol.start_times import Phase, phase, phases
+
+if TYPE_CHECKING:
+    from router.policy import ReplicaView
 
 START_TIMEOUT_S = 300.0
 """Longest start of an engine, which may read its weights from a slow disk."""
@@ -91,10 +94,18 @@ class Deployment:
         """
         return {place.replica_id: place for place in (self._router, *self._engines)}[replica_id].live
 
-    def loads(self) -> list[ReplicaView]:
+    def loads(self) -> "list[ReplicaView]":
         """What the router knows of every engine that has sent it a `Hello`; empty while the router is dead."""
         loads: list[ReplicaView] | None = self._ask_router("loads")
         return loads or []
+
+    def start_times(self) -> dict[str, list[Phase]]:
+        """What this process and those that answer did when while they started, by their names."""
+        times = {COMMAND: phases()}
+        for place in (self._router, *self._engines):
+            with suppress(ActorDied, StartupError):
+                times[place.replica_id] = place.live.call("start_times", timeout_s=self._patience_s())
+        return times
 
     def watch(self, timeout_s: float = 0.25) -> None:
         """Looks at every process once, then waits `timeout_s`. Raises ClusterLost."""
@@ -146,6 +157,27 @@ class Deployment:
             self._ray.close()
 
     def _start(self) -> None:
+        with phase("checks"):
+            bundles = self._check()
+        self.progress("starting Ray")
+        with phase("Ray"):
+            self._ray.open(
+                num_cpus=sum(bundle.num_cpus for bundle in bundles),
+                num_gpus=sum(bundle.num_gpus for bundle in bundles),
+                meanwhile=lambda: import_module("cluster.launch"),
+            )
+            self._ray.place(bundles)
+        self.progress(f"starting the router, {', '.join(engine.replica_id for engine in self._engines)}")
+        with phase("router and engines"):
+            for place in (*self._engines, self._router):
+                self._launch(place)
+            for place in (self._router, *self._engines):
+                self._await_first_start(place)
+        with phase("greetings"):
+            self._await_greetings()
+
+    def _check(self) -> list[Bundle]:
+        """Checks the model and the machine, and returns what the engines take of it."""
         cores = usable_cores()
         self.config = config = served_model.with_dtype(with_threads(self.config, len(cores)))
         served = served_model.serve_model(config)
@@ -161,17 +193,7 @@ class Deployment:
         self._engines = [ReplicaProcess(name, role, bundle) for bundle, (name, role) in enumerate(names)]
         bundles = [Bundle(pool.threads, pool.num_gpus) for pool in map(self._pool, self._engines)]
         self._cpus = own_cores([bundle.num_cpus for bundle in bundles], cores)
-        self.progress("starting Ray")
-        self._ray.open(
-            num_cpus=sum(bundle.num_cpus for bundle in bundles), num_gpus=sum(bundle.num_gpus for bundle in bundles)
-        )
-        self._ray.place(bundles)
-        self.progress(f"starting the router, {', '.join(engine.replica_id for engine in self._engines)}")
-        for place in (self._router, *self._engines):
-            self._launch(place)
-        for place in (self._router, *self._engines):
-            self._await_first_start(place)
-        self._await_greetings()
+        return bundles
 
     def _await_first_start(self, place: ReplicaProcess) -> None:
         if not self._ray.ready(place.pending, START_TIMEOUT_S):
@@ -199,24 +221,20 @@ class Deployment:
     def _launch(self, place: ReplicaProcess) -> None:
         config, now = self.config, time.monotonic()
         address, mailbox = Address(place.replica_id, self._next_epoch()), Mailbox(self._namespace)
+        from cluster import launch  # has been imported while Ray started
+
         if place.role == "router":
-            router = replace(config.router, grpc_port=self.port, metrics_port=self.metrics_port)
-            model_dir = Path(config.model) if config.model is not None else None
-            place.actor = self._ray.spawn(
-                RouterActor, address, address, config.log_level, router, model_dir, self._vocab_size, mailbox
+            kind, arguments = launch.router(
+                config,
+                address,
+                mailbox,
+                port=self.port,
+                metrics_port=self.metrics_port,
+                vocab_size=self._vocab_size,
             )
         else:
-            kind, make = (
-                (PrefillActor, build.build_prefill) if place.role == "prefill" else (DecodeActor, build.build_decode)
-            )
-            place.actor = self._ray.spawn(
-                kind,
-                address,
-                address,
-                config.log_level,
-                partial(build.on_cores, self._cpus_of(place), partial(make, config, address, mailbox, self.prefix)),
-                bundle=place.bundle,
-            )
+            kind, arguments = launch.engine(place.role, config, address, mailbox, self.prefix, self._cpus_of(place))
+        place.actor = self._ray.spawn(kind, address, *arguments, bundle=place.bundle)
         place.state, place.since = "starting", now
         place.ask("start", now)
 

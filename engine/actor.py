@@ -12,6 +12,9 @@ import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 
+from protocol import start_times  # first, because it notes when imports began
+
+# isort: split
 from engine.loop import EngineLoop
 from protocol.errors import EngineStalled, startup_errors
 from protocol.log import LogLevel, configure
@@ -31,6 +34,7 @@ class EngineActor:
     """
 
     def __init__(self, address: Address, log_level: LogLevel, build: Callable[[ExitStack], EngineLoop]) -> None:
+        start_times.note_imports()
         configure(log_level, address)
         self._name = address.replica_id
         sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -62,6 +66,10 @@ class EngineActor:
 
     def pid(self) -> int:
         return os.getpid()
+
+    def start_times(self) -> list[start_times.Phase]:
+        """What this process did when while it started."""
+        return start_times.phases()
 
     def stop(self) -> None:
         """Ends the threads and gives shared memory back. Requests that are still here are lost."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from kv_transfer.transport import Endpoint, Notify, Peer, Transport
 from protocol.errors import PullFailed, TransferError
+from protocol.start_times import phase
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,8 @@ class ThreadConnection:
 
     def _work(self) -> None:
         try:
-            self._peer = self._connect()
+            with phase("first peer"):
+                self._peer = self._connect()
         except TransferError as error:
             self._error = error.with_traceback(None)  # which would keep what was mapped half-way
         except Exception as error:  # who waits for a connection that never becomes terminal learns nothing

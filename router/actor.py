@@ -13,6 +13,9 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from protocol import start_times  # first, because it notes when imports began
+
+# isort: split
 from protocol.delivery import Incoming, Outgoing
 from protocol.errors import startup_errors
 from protocol.log import LogLevel, configure
@@ -49,6 +52,7 @@ class RouterActor:
         vocab_size: int,
         send: Callable[[Envelope], None],
     ) -> None:
+        start_times.note_imports()
         configure(log_level, address)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._config = config
@@ -66,7 +70,8 @@ class RouterActor:
             return await self._start()
 
     async def _start(self) -> int:
-        tokenizer = load_tokenizer(self._model_dir, self._vocab_size)
+        with start_times.phase("tokenizer"):
+            tokenizer = load_tokenizer(self._model_dir, self._vocab_size)
         self._tracing = export_to(self._config.otlp_endpoint) if self._config.otlp_endpoint else None
         model = Model(self._model_dir.name if self._model_dir else "arithmetic", self._vocab_size)
         self._door = FrontDoor(
@@ -74,14 +79,19 @@ class RouterActor:
         )
         self._server = Server(self._door, self._config)
         self._metrics = MetricsServer(RouterCollector(self._core, self._door), self._config)
-        self._metrics_port = self._metrics.start()
-        port = await self._server.start()
+        with start_times.phase("ports"):
+            self._metrics_port = self._metrics.start()
+            port = await self._server.start()
         self._serving = asyncio.gather(self._server.wait(), self._receive())
         log.info("started", extra={"pid": os.getpid(), "grpc_port": port, "metrics_port": self._metrics_port})
         return port
 
     async def pid(self) -> int:
         return os.getpid()
+
+    async def start_times(self) -> list[start_times.Phase]:
+        """Returns what this process did when while it started."""
+        return start_times.phases()
 
     async def metrics_port(self) -> int:
         return self._metrics_port

@@ -177,7 +177,10 @@ def _token_bytes(
 
 def _byte_level(token: str) -> bytes:
     """Returns the bytes of a token. A token outside the alphabet stands for its own text."""
-    return bytes(BYTE_OF[c] for c in token) if all(c in BYTE_OF for c in token) else token.encode()
+    try:
+        return bytes(map(BYTE_OF.__getitem__, token))
+    except KeyError:
+        return token.encode()
 
 
 def _sentence_piece(token: str, byte_fallback: bool) -> bytes:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.cli import StopRequest
+from cluster.stop_request import StopRequest
 
 ROOT = Path(__file__).parents[2]
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -76,6 +76,7 @@ def test_serve_says_everything_as_it_is_on_one_line_each(host: str, address: str
     """The deployment is a fake that only reports progress and is asked to stop at once."""
     code = """
 import cluster.serve, json, os, signal, sys
+from protocol.start_times import Phase
 class Deployment:
     port, metrics_port = 7, 8
     def __init__(self, config, progress):
@@ -85,17 +86,31 @@ class Deployment:
     def __exit__(self, *error): pass
     def watch(self): os.kill(os.getpid(), signal.SIGTERM)
     def drain(self, deadline_s): return 0
+    def start_times(self): return {"router": [Phase("tokenizer", 1.0, 3.0, 0.5)]}
 cluster.serve.Deployment = Deployment
 from twopass.__main__ import main
 main()
 """
-    command = [sys.executable, "-c", code, "serve", "--set", "runner=arithmetic", "--set", f"router.grpc_host={host}"]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "serve",
+        "--set",
+        "runner=arithmetic",
+        "--set",
+        f"router.grpc_host={host}",
+        "--timings",
+    ]
     environment = {**os.environ, "TEXTS": json.dumps(FOREIGN), "COLUMNS": "40"}
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     lines = result.stderr.splitlines()
     assert (result.returncode, lines[: len(FOREIGN)]) == (0, FOREIGN), result.stderr
     assert f"serving on {address}; Ctrl-C drains" in lines
     assert "metrics on http://127.0.0.1:8/metrics" in lines
+    timings = [line.split() for line in lines]
+    assert ["router", "tokenizer", "0.00", "2.00", "2.00", "0.50"] in timings
+    assert [row[:2] for row in timings if row[:1] == ["command"]][-2:] == [["command", "drain"], ["command", "stop"]]
 
 
 def test_an_error_about_a_strange_path_is_one_line() -> None:

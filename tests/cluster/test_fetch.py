@@ -180,3 +180,10 @@ def test_a_damaged_model_that_cannot_be_fetched_is_named(
     remedy = f"{model_dir} is damaged (model.safetensors is missing): remove it, or name a model of yours"
     assert str(raised.value) == f"no network; {remedy}"
     assert list(cache.iterdir()) == [model_dir]
+
+
+def test_the_tokenizer_of_the_demo_is_known_without_loading_it(
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "router.tokenizer", None)  # an import of it would fail
+    assert fetch._damage(demo_model) is None

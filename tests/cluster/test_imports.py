@@ -12,8 +12,10 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("cluster.serve", "torch numba gguf"),
-        ("cluster.demo", "torch numba gguf"),
+        ("cluster.serve", "torch numba gguf router.actor engine.actor"),
+        ("prefill_pool.actor, decode_pool.actor, cluster.build", "torch numba gguf tokenizers"),
+        ("router.actor", "torch numba ray engine"),
+        ("cluster.demo", "torch numba gguf tokenizers router.actor"),
         ("cluster.plan", "torch ray"),
         ("cluster.cli", "ray numpy"),
         # These modules measure a GPU on machines where little is installed.

@@ -3,6 +3,7 @@ restart counts as a death.
 """
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -63,3 +64,12 @@ def test_a_restart_that_fails_is_a_death(starting: tuple[Deployment, ReplicaProc
     deployment._watch(engine, now=100.0)
     assert (engine.state, engine.actor, engine.num_deaths, engine.since) == ("down", None, 1, 100.0)
     assert told == [f"decode-0 is down: {NO_MEMORY}; a new one starts in 0 s"]
+
+
+def test_the_start_times_of_a_process_that_does_not_answer_are_left_out(
+    starting: tuple[Deployment, ReplicaProcess],
+) -> None:
+    deployment, engine = starting
+    handle: Any = SimpleNamespace(start_times=SimpleNamespace(remote=lambda: None))
+    engine.actor = Actor(Address("decode-0", 2), handle, deployment._ray)
+    assert [*deployment.start_times()] == ["command"]

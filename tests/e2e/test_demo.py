@@ -16,7 +16,8 @@ ROOT = Path(__file__).parents[2]
 def test_the_demo_answers_eight_prompts_and_leaves_nothing(demo_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     with none_left():
-        command = [sys.executable, "-m", "twopass", "demo", "--model", str(demo_model), "--json", str(out)]
+        command = [sys.executable, "-m", "twopass", "demo", "--timings"]
+        command += ["--model", str(demo_model), "--json", str(out)]
         dead_proxy = {"http_proxy": "http://127.0.0.1:9", "no_proxy": ""}
         environment = {**os.environ, "COLUMNS": "100", **dead_proxy}
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
@@ -40,3 +41,9 @@ def test_the_demo_answers_eight_prompts_and_leaves_nothing(demo_model: Path, tmp
     assert any(len(step) > 1 for step in decode["num_scheduled_tokens"] + prefill["num_scheduled_tokens"])
     for title in ("Requests (times in ms)", "TTFT", "Engines"):
         assert title in result.stdout
+    rows = [line.split()[:-4] for line in result.stdout.partition("Timings")[2].splitlines()]
+    phases = [" ".join(row) for row in rows]
+    for phase in ("command Ray", "router tokenizer", "prefill-0 weights", "decode-0 kernels", "decode-0 first peer"):
+        assert phase in phases
+    assert phases.index("command first token") > phases.index("command greetings")
+    assert "command stop" in phases

@@ -289,6 +289,18 @@ def test_an_index_names_files_beside_it(tmp_path: Path, file: object) -> None:
         check_model_dir(tmp_path)
 
 
+def test_weights_that_are_used_as_they_are_stored_stay_in_the_file(tmp_path: Path) -> None:
+    """Engines of one machine share these pages, and nobody copies them when an engine starts."""
+    write_model_dir(tmp_path)
+    model = load_model(tmp_path, "float32")
+    mapped = [
+        [int(bound, 16) for bound in line.split()[0].split("-")]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if line.endswith(str(tmp_path / "model.safetensors"))
+    ]
+    assert any(begin <= model.embed.data_ptr() < end for begin, end in mapped)
+
+
 def test_shards_are_found_by_their_index(tmp_path: Path) -> None:
     tensors = random_tensors(TINY)
     write_model_dir(tmp_path, tensors=tensors)

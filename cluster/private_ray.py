@@ -3,7 +3,8 @@
 `ray.init` alone also starts an API server, an autoscaler, a log monitor and two agents of the raylet: five Python
 processes. Nobody asks them anything here, but `ray.init` waits for the first, and the raylet starts no worker before
 its agents have said on which ports they listen. Ray has no option for that, so its class for a machine is replaced by
-one that leaves them out while `ray.init` runs.
+one that leaves them out while `ray.init` runs. That is no interface of Ray's: another Ray than those that it was tried
+with starts all of its processes.
 """
 
 from collections.abc import Iterator
@@ -17,24 +18,19 @@ import cluster.ray_address  # noqa: F401
 # isort: split
 import ray
 from ray._private import node, ray_constants, services, utils
-from ray._raylet import (  # type: ignore[attr-defined]
-    DASHBOARD_AGENT_LISTEN_PORT_NAME,
-    METRICS_AGENT_PORT_NAME,
-    METRICS_EXPORT_PORT_NAME,
-    RUNTIME_ENV_AGENT_PORT_NAME,
-    persist_port,
-)
 
+TRIED = ("2.60.",)
+"""Beginnings of the versions of Ray that start so."""
 _NO_AGENT = "sleep infinity"
 """The raylet wants two agents and ends when one does. These end with the raylet, or by the keeper: the logs that they
 inherit are open in them.
 """
 _AGENT_OPTIONS = ("--dashboard_agent_command=", "--runtime_env_agent_command=")
 _AGENT_PORTS = (
-    DASHBOARD_AGENT_LISTEN_PORT_NAME,
-    METRICS_AGENT_PORT_NAME,
-    METRICS_EXPORT_PORT_NAME,
-    RUNTIME_ENV_AGENT_PORT_NAME,
+    "DASHBOARD_AGENT_LISTEN_PORT_NAME",
+    "METRICS_AGENT_PORT_NAME",
+    "METRICS_EXPORT_PORT_NAME",
+    "RUNTIME_ENV_AGENT_PORT_NAME",
 )
 _NOT_SERVED = -1
 """Where the raylet looks for a port: an agent writes that too, for what it does not serve."""
@@ -42,7 +38,8 @@ _NOT_SERVED = -1
 
 def start(**options: Any) -> None:
     """Calls `ray.init` with `options` for a new Ray. Raises what it raises."""
-    with _replaced(node, Node=_LeanNode):
+    lean = {"Node": _LeanNode} if ray.__version__.startswith(TRIED) else {}
+    with _replaced(node, **lean):
         ray.init(address="local", include_dashboard=False, log_to_driver=False, **options)
 
 
@@ -58,7 +55,8 @@ class _LeanNode(node.Node):  # type: ignore[misc]
 
     def start_raylet(self, *args: Any, **named: Any) -> None:
         for name in _AGENT_PORTS:
-            persist_port(self._session_dir, self._node_id, name, _NOT_SERVED)
+            port = getattr(ray._raylet, name)
+            ray._raylet.persist_port(self._session_dir, self._node_id, port, _NOT_SERVED)
         begin = services.start_ray_process
 
         def without_agents(command: list[str], process_type: str, *args: Any, **named: Any) -> Any:

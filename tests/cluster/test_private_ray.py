@@ -4,7 +4,15 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+from cluster import private_ray
 from cluster.ray_cluster import RayCluster
+
+# isort: split
+import ray
+from ray._private import node
+
 from tests.e2e.leftovers import descendants, none_left
 
 NEEDED = ("/gcs_server ", "/raylet ", "sleep infinity", "default_worker.py", "ray::")
@@ -22,6 +30,17 @@ def test_a_private_ray_starts_no_process_that_nobody_asks() -> None:
     assert [command for command in started if not any(part in command for part in NEEDED)] == []
     assert sum("/raylet " in command for command in started) == 1
     assert sum(command.startswith("sleep ") for command in started) == 2  # the raylet ends if it has no agents
+
+
+@pytest.mark.parametrize(("version", "lean"), [("2.60.0", True), ("2.99.0", False)])
+def test_a_ray_that_was_not_tried_starts_all_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, version: str, lean: bool
+) -> None:
+    nodes: list[object] = []
+    monkeypatch.setattr(ray, "__version__", version)
+    monkeypatch.setattr(ray, "init", lambda **options: nodes.append(node.Node))
+    private_ray.start()
+    assert [kind is private_ray._LeanNode for kind in nodes] == [lean]
 
 
 FAILING = """

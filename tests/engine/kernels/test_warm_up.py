@@ -2,25 +2,30 @@
 comes, each launch is of a variant that was launched before. Variants are told apart by Triton's own code.
 """
 
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from triton.compiler.errors import CompilationError
 from triton.runtime.interpreter import GridExecutor
 
+from engine.actor import EngineActor
 from engine.config import EngineConfig
 from engine.kernels import block_copy, launch
 from engine.kernels.attention_work import Grid
 from engine.kernels.paged_attention import attention_grids
 from engine.kernels.rms_norm import rms_norm
+from engine.loop import EngineLoop
 from engine.runners import cuda
 from engine.runners.cuda import CUDARunner
 from engine.runners.cuda_memory import largest_batch
 from engine.runners.cuda_warmup import warm_up, warm_up_batches
 from engine.scheduler.proposer import NGramProposer
-from protocol.messages import SamplingParams
+from protocol.errors import StartupError
+from protocol.messages import Address, SamplingParams
 from tests.engine.kernels.test_kernel_runner import BLOCK_SIZE, GEMMA3, NUM_BLOCKS, cache_for, model_of
 from tests.engine.runner_driver import generate, make_batch
 from tests.engine.test_sampling_flow import Engine
@@ -163,6 +168,23 @@ def test_a_kernel_that_is_compiled_after_the_warm_up_is_told_once(
     compiled.append("gather, in a thread that pulls")
     third = runner.execute(make_batch([[1, 2]], [0], [2], [[1]]))
     assert third.compiled == ("gather, in a thread that pulls",)
+
+
+def test_a_kernel_that_does_not_compile_ends_the_start_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of()
+    runner = runner_for(config, {}, monkeypatch)
+
+    def fails(*arguments: object, **options: object) -> None:
+        raise CompilationError("x = tl.dot(a, b)", None, "shared memory: 300000 bytes, the card has 232448")
+
+    monkeypatch.setattr(GridExecutor, "__call__", fails)
+
+    def build(resources: ExitStack) -> EngineLoop:
+        warm_up(runner, config)
+        raise AssertionError("unreachable")
+
+    with pytest.raises(StartupError, match=r"(?s)^decode-0: CompilationError: .*300000 bytes, the card has"):
+        EngineActor(Address("decode-0", 1), "error", build).start()
 
 
 def test_any_pull_launches_the_same_gather(compiled: list[str]) -> None:

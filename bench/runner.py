@@ -17,17 +17,15 @@ import jit.openmp  # noqa: F401  before torch, as engines do
 # isort: split
 import argparse
 import json
-import math
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from bench.machine import ROUNDS_S, Fastest, Machine, Speeds, layer_weights, take_turns
 from cluster.fetch import demo_model_dir
-from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder, Layer
 from engine.models.loading import load_model
 from engine.runner import Batch
@@ -38,17 +36,6 @@ ROWS = (1, 8, 32, 64, 512)
 DECODES = (1, 8, 32)
 """Sequences of the measured decode steps, each with CONTEXT tokens."""
 CONTEXT, PROMPT, BLOCK_SIZE = 256, 512, 16
-READ_BYTES, MATMUL = 256 << 20, 1024
-"""Bytes that are summed, and the sides of the matrices that are multiplied, to measure the machine."""
-MOST_ROUNDS, ROUNDS_S = 60, 6.0
-"""Rounds of one measurement, and about the time for all of them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    threads: int
-    read_gb_s: float
-    float32_gflop_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,41 +63,20 @@ class Figures:
     steps: list[StepTimes]
 
 
-class Fastest:
-    """Calls in parts; the fastest repeat of each part counts."""
-
-    def __init__(self, parts: Iterable[Callable[[], object]], clock: Callable[[], float] = time.perf_counter) -> None:
-        self._parts, self._clock = list(parts), clock
-        self._seconds = [math.inf] * len(self._parts)
-
-    @property
-    def seconds(self) -> float:
-        return sum(self._seconds)
-
-    def repeat(self) -> None:
-        for i, part in enumerate(self._parts):
-            start = self._clock()
-            part()
-            self._seconds[i] = min(self._seconds[i], self._clock() - start)
-
-
 @torch.inference_mode()
 def run(ours: Decoder, bfloat16: Decoder, float32: Decoder, num_threads: int, *, rounds_s: float = ROUNDS_S) -> Figures:
     """`ours` and `bfloat16` are the same model; a runner fits the linears of the first."""
     config = ours.config
     runner = TorchCPURunner(ours, _cache(ours), block_size=BLOCK_SIZE, num_threads=num_threads)
-    numbers, left, right = torch.ones(READ_BYTES // 4), torch.randn(MATMUL, MATMUL), torch.randn(MATMUL, MATMUL)
-    product = torch.empty(MATMUL, MATMUL)
-    read, multiply = Fastest([numbers.sum]), Fastest([lambda: torch.mm(left, right, out=product)])
+    speeds = Speeds()
     passes = {rows: [Fastest(_layer_calls(model, rows)) for model in (ours, bfloat16, float32)] for rows in ROWS}
     for times in passes.values():
-        take_turns([read, multiply, *times], rounds_s)
+        take_turns([*speeds.parts, *times], rounds_s)
     batches = {f"decode {n} x {CONTEXT}": _batch(n, CONTEXT, 1) for n in DECODES}
     batches[f"prompt of {PROMPT}"] = _batch(1, 0, PROMPT)
     steps = {name: Fastest([_step(runner, batch)]) for name, batch in batches.items()}
-    take_turns([read, multiply, *steps.values()], rounds_s)
-    machine = Machine(num_threads, READ_BYTES / read.seconds / 1e9, 2 * MATMUL**3 / multiply.seconds / 1e9)
-    layers, head = _layer_weights(config), config.vocab_size * config.hidden_size
+    take_turns([*speeds.parts, *steps.values()], rounds_s)
+    machine, layers, head = speeds.machine(), layer_weights(config), config.vocab_size * config.hidden_size
     return Figures(
         machine,
         [
@@ -119,7 +85,7 @@ def run(ours: Decoder, bfloat16: Decoder, float32: Decoder, num_threads: int, *,
                 ours_ms=1000 * times[0].seconds,
                 torch_bfloat16_ms=1000 * times[1].seconds,
                 torch_float32_ms=1000 * times[2].seconds,
-                floor_ms=1000 * _floor(machine, layers, rows),
+                floor_ms=1000 * machine.floor_s(layers, rows),
             )
             for rows, times in passes.items()
         ],
@@ -127,24 +93,11 @@ def run(ours: Decoder, bfloat16: Decoder, float32: Decoder, num_threads: int, *,
             StepTimes(
                 name,
                 1000 * steps[name].seconds,
-                1000 * (_floor(machine, layers, batch.num_tokens) + _floor(machine, head, len(batch.rows))),
+                1000 * (machine.floor_s(layers, batch.num_tokens) + machine.floor_s(head, len(batch.rows))),
             )
             for name, batch in batches.items()
         ],
     )
-
-
-def take_turns(measured: Sequence[Fastest], rounds_s: float) -> None:
-    """Repeats each, in turn, for about `rounds_s` and at most MOST_ROUNDS times. What takes a third of that time is
-    done once, and the others at least three times.
-    """
-    start = time.perf_counter()
-    for turn in range(MOST_ROUNDS):
-        for each in measured:
-            if not turn or each.seconds < rounds_s / 3:
-                each.repeat()
-        if turn >= 2 and time.perf_counter() - start > rounds_s:
-            return
 
 
 def _layer_calls(model: Decoder, rows: int) -> list[Callable[[], object]]:
@@ -167,18 +120,6 @@ def _layer_calls(model: Decoder, rows: int) -> list[Callable[[], object]]:
 
 def _step(runner: TorchCPURunner, batch: Batch) -> Callable[[], object]:
     return lambda: runner.execute(batch)
-
-
-def _layer_weights(config: ModelConfig) -> int:
-    """Weights of all linears of the layers."""
-    heads = config.num_heads * config.head_dim
-    qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    return config.num_layers * config.hidden_size * (qkv + heads + 3 * config.intermediate_size)
-
-
-def _floor(machine: Machine, weights: int, rows: int) -> float:
-    """Seconds in which the machine reads bf16 weights and multiplies them with so many rows."""
-    return max(2 * weights / machine.read_gb_s, 2 * weights * rows / machine.float32_gflop_s) / 1e9
 
 
 def _cache(model: Decoder) -> torch.Tensor:

@@ -36,7 +36,7 @@ BATCHES = (1, 8, 32)
 LIMIT_S = 60.0
 """Sizes that take transformers longer are left out for all."""
 IDLE_S = 5.0
-PEER = "transformers generate"
+PEER, FLOOR_NAME = "transformers generate", "linears alone (floor)"
 HANDOFF_STAGES = ("reserve_wait", "transfer", "decode_queue", "messages")
 
 TRANSFORMERS = """
@@ -55,29 +55,20 @@ for line in sys.stdin:
         print(time.perf_counter() - started, flush=True)
 """
 
-LINEARS = """
-import sys, time, pathlib, torch
-from engine.models.loading import load_model
-from engine.runners.cpu_head import make_head
+FLOOR = """
+import jit.openmp, json, pathlib, sys, torch
+from bench.machine import Speeds, layer_weights, take_turns
+from engine.models.registry import read_config
 torch.set_num_threads(2)
-model, batch = load_model(pathlib.Path(sys.argv[1]), "bfloat16"), int(sys.argv[2])
-config = model.config
-hidden = torch.randn(batch, config.hidden_size, dtype=torch.bfloat16)
-inner = torch.randn(batch, config.intermediate_size, dtype=torch.bfloat16)
-heads = torch.randn(batch, config.num_heads * config.head_dim, dtype=torch.bfloat16)
-logits, head = torch.empty(batch, config.vocab_size), make_head(config.hidden_size)
-head_arguments = hidden.view(torch.uint16).numpy(), model.lm_head.view(torch.uint16).numpy(), logits.numpy(), 2
-def step():
-    for layer in model.layers:
-        layer.qkv(hidden), layer.o(heads), layer.gate_up(hidden), layer.down(inner)
-    head(*head_arguments)
-times = []
-with torch.inference_mode():
-    for _ in range(40):
-        started = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - started)
-print(sorted(times)[len(times) // 2])
+config, speeds = read_config(pathlib.Path(sys.argv[1])), Speeds()
+take_turns(speeds.parts, 3.0)
+machine, prompt, output = speeds.machine(), int(sys.argv[2]), int(sys.argv[3])
+layers, head = layer_weights(config), config.vocab_size * config.hidden_size
+for batch in map(int, sys.argv[4:]):
+    prompts = machine.multiplied_s(layers, batch * prompt) + machine.floor_s(head, batch)
+    steps = (output - 1) * (machine.floor_s(layers, batch) + machine.floor_s(head, batch))
+    print(batch * output / (prompts + steps))
+print(machine.read_gb_s, machine.float32_gflop_s)
 """
 
 
@@ -153,13 +144,16 @@ def transformers_rows(model_dir: Path, note: Callable[[str], None]) -> list[Row]
     return rows
 
 
-def linears_row(model_dir: Path, batch: int) -> Row:
-    """Measures the floor: only the matrix products of decode steps, in bfloat16 with 2 threads, without attention,
-    norms, sampling and prompts.
+def floor_rows(model_dir: Path, sizes: Sequence[int], note: Callable[[str], None]) -> list[Row]:
+    """A row for each size of what the model's linears alone allow: those of prompts at the speed of float32 matmul,
+    those of decode steps at that speed or at the bandwidth with which bf16 weights are read, whichever is slower.
     """
-    command = [sys.executable, "-c", LINEARS, str(model_dir), str(batch)]
-    step_s = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
-    return Row("linears alone (floor)", batch, batch / step_s)
+    numbers = [str(number) for number in (PROMPT_TOKENS, OUTPUT_TOKENS, *sizes)]
+    command = [sys.executable, "-c", FLOOR, str(model_dir), *numbers]
+    *speeds, machine = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    read, multiplied = map(float, machine.split())
+    note(f"floor: this machine reads {read:.1f} GB/s and multiplies {multiplied:.0f} GFLOP/s, 2 threads")
+    return [Row(FLOOR_NAME, size, float(speed)) for size, speed in zip(sizes, speeds, strict=True)]
 
 
 async def _one(client: AsyncClient, prompt: list[int], num_tokens: int) -> tuple[list[float], Timing]:
@@ -265,24 +259,43 @@ def _cpu_s(pid: int) -> float:
 
 
 def run(model_dir: Path, note: Callable[[str], None]) -> dict[str, Any]:
-    """Measures all rows, and their ratios to transformers at the same number of requests."""
+    """Measures all rows, and their ratios to transformers and to the floor at the same number of requests."""
     rows = transformers_rows(model_dir, note)
     peers = {row.num_requests: row.output_tokens_per_s for row in rows}
-    rows += [linears_row(model_dir, batch) for batch in peers]
+    rows += floor_rows(model_dir, tuple(peers), note)
     colocated, idle_colocated = serving_rows("colocated, 2 threads", model_dir, 0, 1, 2, tuple(peers), note)
     split, idle_split = serving_rows("1P1D, 1 + 1 threads", model_dir, 1, 1, 1, tuple(peers), note)
     rows += colocated + split
+    floors = {row.num_requests: row.output_tokens_per_s for row in rows if row.system == FLOOR_NAME}
     return {
         "load": {"prompt_tokens": PROMPT_TOKENS, "output_tokens": OUTPUT_TOKENS, "dtype": "bfloat16"},
-        "rows": [{**asdict(row), "ratio": row.output_tokens_per_s / peers[row.num_requests]} for row in rows],
+        "rows": [
+            {
+                **asdict(row),
+                "ratio": row.output_tokens_per_s / peers[row.num_requests],
+                "floor_ratio": row.output_tokens_per_s / floors[row.num_requests],
+            }
+            for row in rows
+        ],
         "idle_cpu_share_of_a_core": {"colocated": idle_colocated, "1P1D": idle_split},
     }
 
 
 def table(result: dict[str, Any]) -> str:
     """The result as text: one line per row, with a dash where a figure does not apply."""
-    heads = ("system", "reqs", "tok/s", "ratio", "TTFT p50/p99 ms", "ITL p50/p99 ms", "handoff ms", "bytes", "sched")
-    widths = (33, 5, 7, 6, 17, 16, 11, 6, 6)
+    heads = (
+        "system",
+        "reqs",
+        "tok/s",
+        "ratio",
+        "floor",
+        "TTFT p50/p99 ms",
+        "ITL p50/p99 ms",
+        "handoff ms",
+        "bytes",
+        "sched",
+    )
+    widths = (33, 5, 7, 6, 6, 17, 16, 11, 6, 6)
 
     def pair(row: dict[str, Any], name: str) -> str:
         return "-" if row[f"{name}_p50_ms"] is None else f"{row[f'{name}_p50_ms']:.1f} / {row[f'{name}_p99_ms']:.1f}"
@@ -295,6 +308,7 @@ def table(result: dict[str, Any]) -> str:
         cells.append(
             (
                 *(row["system"], str(row["num_requests"]), f"{row['output_tokens_per_s']:.0f}", f"{row['ratio']:.2f}"),
+                f"{row['floor_ratio']:.0%}",
                 *(pair(row, "ttft"), pair(row, "itl"), one(row["handoff_p50_ms"], ".1f")),
                 *(one(row["bytes_share"], ".0%"), one(row["scheduler_share"], ".1%")),
             )

@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("numba")
 
+from bench import machine
 from bench import runner as bench
 from engine.models.config import Dtype
 from engine.models.decoder import Decoder
@@ -19,8 +20,8 @@ def tiny(dtype: Dtype) -> Decoder:
 
 
 def test_figures_of_a_short_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(bench, "READ_BYTES", 1 << 20)
-    monkeypatch.setattr(bench, "MATMUL", 64)
+    monkeypatch.setattr(machine, "READ_BYTES", 1 << 20)
+    monkeypatch.setattr(machine, "MATMUL", 64)
     models = tiny("bfloat16"), tiny("bfloat16"), tiny("float32")
     figures = bench.run(*models, num_threads=1, rounds_s=0.0)
     assert [row.rows for row in figures.linears] == [1, 8, 32, 64, 512]
@@ -41,9 +42,9 @@ def test_figures_of_a_short_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 def test_a_floor_is_the_longer_of_reading_and_multiplying() -> None:
-    machine = bench.Machine(threads=1, read_gb_s=10.0, float32_gflop_s=100.0)
-    assert bench._floor(machine, 1_000_000, 1) == pytest.approx(2e6 / 10e9)
-    assert bench._floor(machine, 1_000_000, 50) == pytest.approx(1e8 / 100e9)
+    some = machine.Machine(threads=1, read_gb_s=10.0, float32_gflop_s=100.0)
+    assert some.floor_s(1_000_000, 1) == pytest.approx(2e6 / 10e9)
+    assert some.floor_s(1_000_000, 50) == pytest.approx(1e8 / 100e9)
 
 
 def test_only_the_fastest_repeat_of_each_part_counts() -> None:
@@ -52,7 +53,7 @@ def test_only_the_fastest_repeat_of_each_part_counts() -> None:
     def part() -> None:
         now[0] += next(seconds)
 
-    fastest = bench.Fastest([part, part], clock=lambda: now[0])
-    bench.take_turns([fastest], 0.0)
+    fastest = machine.Fastest([part, part], clock=lambda: now[0])
+    machine.take_turns([fastest], 0.0)
     fastest.repeat()
     assert fastest.seconds == 2.0 + 1.0

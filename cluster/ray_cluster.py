@@ -245,6 +245,7 @@ class RayCluster:
             )
             meanwhile()
             self._result_of(starting, _START_TIMEOUT_S)
+            self._parts.look()  # a start may be too short for a look while it lasts
         except Exception as error:
             if type(error) is not Exception:
                 raise

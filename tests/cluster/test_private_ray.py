@@ -3,11 +3,13 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import wait
 
 import pytest
 
 from cluster import private_ray
 from cluster.ray_cluster import RayCluster
+from cluster.ray_parts import PrivateParts
 
 # isort: split
 import ray
@@ -16,6 +18,21 @@ from ray._private import node
 from tests.e2e.leftovers import descendants, none_left
 
 NEEDED = ("/gcs_server ", "/raylet ", "sleep infinity", "default_worker.py", "ray::")
+
+
+def test_the_parts_of_a_ray_that_starts_at_once_are_watched() -> None:
+    cluster = RayCluster("twopass-test-quick", "twopass-test-quick-")
+
+    def until_it_has_started() -> None:
+        assert cluster._call is not None
+        wait([cluster._call])
+
+    try:
+        cluster.open(num_cpus=1, num_gpus=0, meanwhile=until_it_has_started)
+        assert isinstance(cluster._parts, PrivateParts)
+        assert sorted(name for name, _ in cluster._parts._found.values()) == ["gcs_server", "raylet"]
+    finally:
+        cluster.close()
 
 
 def test_a_private_ray_starts_no_process_that_nobody_asks() -> None:

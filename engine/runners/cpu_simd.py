@@ -18,13 +18,14 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 WIDTH = 16
-PRODUCT_ROWS, PRODUCT_TERMS = 8, 16
-"""Rows and inner terms of one `product`."""
-
 FLOAT, INT32, INT64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 VECTOR = ir.VectorType(FLOAT, WIDTH)
 FUSE = ("contract",)
 
+EXP2 = (1.0, 0.6931469775992, 0.2402224208538, 0.05550733743251, 0.009671512639652, 0.00132647271974)
+"""2 ** f on [-1/2, 1/2] by the polynomial of degree 5 whose relative error is smallest, 9.1e-8, of those that are 1 at
+0; lowest power first.
+"""
 
 class _BFloat(ir.Type):  # type: ignore[misc]
     """LLVM's bfloat, which llvmlite has no name for."""
@@ -60,12 +61,34 @@ def _load_wide(builder: Any, address: Any, first: int, bf16: bool) -> Any:
 
 
 def _splat(builder: Any, address: Any, num_bytes: int) -> Any:
-    one = builder.insert_element(
-        ir.Constant(VECTOR, ir.Undefined), _load(builder, address, num_bytes, FLOAT), ir.Constant(INT32, 0)
-    )
-    return builder.shuffle_vector(
-        one, ir.Constant(VECTOR, ir.Undefined), ir.Constant(ir.VectorType(INT32, WIDTH), [0] * WIDTH)
-    )
+    return _spread(builder, _load(builder, address, num_bytes, FLOAT))
+
+
+def _spread(builder: Any, value: Any) -> Any:
+    one = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), value, ir.Constant(INT32, 0))
+    return _pick(builder, one, one, [0] * WIDTH)
+
+
+def _larger(builder: Any, a: Any, b: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+def _exp2(builder: Any, x: Any) -> Any:
+    """2 ** x for x <= 127; 2 ** -126 for anything smaller than -126."""
+    whole_numbers = ir.VectorType(INT32, WIDTH)
+
+    def constant(value: float) -> Any:
+        return ir.Constant(VECTOR, [value] * WIDTH)
+
+    x = _larger(builder, x, constant(-126.0))
+    name, kind = f"llvm.roundeven.v{WIDTH}f32", ir.FunctionType(VECTOR, [VECTOR])
+    whole = builder.call(builder.module.globals.get(name) or ir.Function(builder.module, kind, name), [x])
+    f = builder.fsub(x, whole)
+    power = constant(EXP2[-1])
+    for coefficient in EXP2[-2::-1]:
+        power = _fma(builder, power, f, constant(coefficient))
+    exponent = builder.shl(builder.fptosi(whole, whole_numbers), ir.Constant(whole_numbers, [23] * WIDTH))
+    return builder.bitcast(builder.add(builder.bitcast(power, whole_numbers), exponent), VECTOR)
 
 
 def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
@@ -98,6 +121,12 @@ def _lane_sums(builder: Any, vectors: list[Any]) -> Any:
 def has_feature(name: str) -> bool:
     """Whether code is made for CPUs with this one, as LLVM calls it."""
     return f"+{name}" in cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+
+
+PRODUCT_ROWS, PRODUCT_COLUMNS = (8, 32) if has_feature("avx512f") else (6, 16)
+"""Of one `product`: its sums fill 16 of the 32 registers of AVX-512, 12 of the 16 of AVX2."""
+PRODUCT_TERMS = 4
+"""Inner terms that a `product` takes at a time."""
 
 
 def _piece(num_arguments: int, emit: Callable[..., None]) -> Any:
@@ -214,26 +243,78 @@ def make_widen_row(head_dim: int, bf16: bool) -> Any:
     return _piece(2, emit)
 
 
-def make_product(num_columns: int, a_stride: int, b_stride: int, c_stride: int) -> Any:
-    """piece(a, b, c): c [8, num_columns] += a [8, 16] @ b [16, num_columns]; rows of each lie their stride (in floats)
-    apart.
+def make_softmax_step(head_dim: int, total_bytes: int) -> Any:
+    """piece(scores, peak, acc, num): one more tile of `num` scores, a multiple of 32, for one query row, which becomes
+    weights 2 ** (score - peak). What was summed so far, acc [head_dim] and the total, is rescaled to the new peak.
 
-    num_columns: 16 or 32, so that c stays in registers.
+    The row's total stands `total_bytes` behind its peak. A weight is at least 2 ** -126.
     """
+    pair = range(2)
 
-    def emit(builder: Any, a: Any, b: Any, c: Any) -> None:
-        columns = range(0, num_columns, WIDTH)
-        sums = {(i, j): _load(builder, c, (i * c_stride + j) * 4) for i in range(PRODUCT_ROWS) for j in columns}
-        for k in range(PRODUCT_TERMS):
-            rows = {j: _load(builder, b, (k * b_stride + j) * 4) for j in columns}
-            for i in range(PRODUCT_ROWS):
-                factor = _splat(builder, a, (i * a_stride + k) * 4)
-                for j in columns:
-                    sums[i, j] = _fma(builder, factor, rows[j], sums[i, j])
-        for (i, j), total in sums.items():
-            _store(builder, total, c, (i * c_stride + j) * 4)
+    def emit(builder: Any, scores: Any, peak: Any, acc: Any, num: Any) -> None:
+        steps = builder.udiv(num, ir.Constant(INT64, 2 * WIDTH))
+        before, before_total = _load(builder, peak, 0, FLOAT), _load(builder, peak, total_bytes, FLOAT)
+        highest = [cgutils.alloca_once_value(builder, _spread(builder, before)) for _ in pair]
+        with cgutils.for_range(builder, steps) as loop:
+            at = builder.add(scores, builder.mul(loop.index, ir.Constant(INT64, 8 * WIDTH)))
+            for i in pair:
+                score = _load(builder, at, 4 * WIDTH * i)
+                builder.store(_larger(builder, builder.load(highest[i], typ=VECTOR), score), highest[i])
+        top = _larger(builder, *(builder.load(place, typ=VECTOR) for place in highest))
+        for step in (8, 4, 2, 1):
+            top = _larger(builder, top, _pick(builder, top, top, [lane ^ step for lane in range(WIDTH)]))
+        sums = [cgutils.alloca_once_value(builder, ir.Constant(VECTOR, [0.0] * WIDTH)) for _ in pair]
+        with cgutils.for_range(builder, steps) as loop:
+            at = builder.add(scores, builder.mul(loop.index, ir.Constant(INT64, 8 * WIDTH)))
+            for i in pair:
+                weight = _exp2(builder, builder.fsub(_load(builder, at, 4 * WIDTH * i), top))
+                _store(builder, weight, at, 4 * WIDTH * i)
+                builder.store(builder.fadd(builder.load(sums[i], typ=VECTOR), weight), sums[i])
+        added = builder.fadd(*(builder.load(place, typ=VECTOR) for place in sums))
+        for step in (8, 4, 2, 1):
+            added = builder.fadd(added, _pick(builder, added, added, [lane ^ step for lane in range(WIDTH)]))
+        first = ir.Constant(INT32, 0)
+        after, total = builder.extract_element(top, first), builder.extract_element(added, first)
+        builder.store(after, _at(builder, peak, 0, FLOAT))
+        scale = _exp2(builder, builder.fsub(_spread(builder, before), top))
+        kept = builder.fmul(before_total, builder.extract_element(scale, first))
+        builder.store(builder.fadd(kept, total), _at(builder, peak, total_bytes, FLOAT))
+        with builder.if_then(builder.fcmp_ordered(">", after, before)):
+            for d in range(0, head_dim, WIDTH):
+                _store(builder, builder.fmul(_load(builder, acc, 4 * d), scale), acc, 4 * d)
 
-    return _piece(3, emit)
+    return _piece(4, emit)
+
+
+def make_product(num_columns: int, a_stride: int, b_stride: int, c_stride: int, *, add: bool) -> Any:
+    """piece(a, b, c, num_terms): c [PRODUCT_ROWS, num_columns] = a [PRODUCT_ROWS, num_terms] @ b [num_terms,
+    num_columns], added to what stands there if `add`. Rows of each lie their stride (in floats) apart.
+
+    num_columns: 16, or PRODUCT_COLUMNS, so that c stays in registers. num_terms: a multiple of PRODUCT_TERMS.
+    """
+    columns = range(0, num_columns, WIDTH)
+
+    def emit(builder: Any, a: Any, b: Any, c: Any, num_terms: Any) -> None:
+        zero = ir.Constant(VECTOR, [0.0] * WIDTH)
+        sums = {
+            (i, j): cgutils.alloca_once_value(builder, _load(builder, c, (i * c_stride + j) * 4) if add else zero)
+            for i in range(PRODUCT_ROWS)
+            for j in columns
+        }
+        with cgutils.for_range(builder, builder.udiv(num_terms, ir.Constant(INT64, PRODUCT_TERMS))) as loop:
+            terms = builder.mul(loop.index, ir.Constant(INT64, 4 * PRODUCT_TERMS))
+            from_a, from_b = builder.add(a, terms), builder.add(b, builder.mul(terms, ir.Constant(INT64, b_stride)))
+            for k in range(PRODUCT_TERMS):
+                rows = {j: _load(builder, from_b, (k * b_stride + j) * 4) for j in columns}
+                for i in range(PRODUCT_ROWS):
+                    factor = _splat(builder, from_a, (i * a_stride + k) * 4)
+                    for j in columns:
+                        before = builder.load(sums[i, j], typ=VECTOR)
+                        builder.store(_fma(builder, factor, rows[j], before), sums[i, j])
+        for (i, j), place in sums.items():
+            _store(builder, builder.load(place, typ=VECTOR), c, (i * c_stride + j) * 4)
+
+    return _piece(4, emit)
 
 
 def make_dots(num_rows: int, num_columns: int, num_terms: int, pairs: bool) -> Any:

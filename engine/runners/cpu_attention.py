@@ -24,7 +24,7 @@ from engine.runners.cpu_simd import (
     PRODUCT_ROWS,
     WIDTH,
     make_dot_keys,
-    make_prefetch,
+    make_part_rows,
     make_product,
     make_softmax_step,
     make_transpose_keys,
@@ -40,7 +40,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 KEY_TILE = 128
 """Keys handled at a time by a prompt tile: scores and the tile's K and V stay in the L2 cache."""
-AHEAD = 4
+AHEAD = 8
 """Blocks between a key block's prefetch and its use."""
 TILE_ROWS = 96
 """Query rows (tokens x heads of a group) of a prompt tile."""
@@ -258,7 +258,7 @@ def _make_attend_token(shape: Shape, scratch: Callable[[Float32], Any]) -> Calla
     D, G, BS, BYTES = shape.head_dim, shape.group, shape.block_size, shape.element_bytes
     weigh_block, weigh_one = (make_weigh_values(D, G, KEY_TILE, shape.bf16, num) for num in (16, 1))
     dot_keys, NUM_DOT = make_dot_keys(D, G, KEY_TILE, shape.bf16)
-    prefetch = make_prefetch(BS * D * BYTES)
+    part_queries, join_acc = (make_part_rows(D, G, shape.bf16, join=join) for join in (False, True))
     softmax_step = make_softmax_step(D, tile_rows(G) * 4)
 
     @_part(shape)
@@ -267,11 +267,11 @@ def _make_attend_token(shape: Shape, scratch: Callable[[Float32], Any]) -> Calla
         window: int, q: Float32, out: Stored, cache: Stored, layer: int, work: Float32,
     ) -> None:  # fmt: skip
         """One token's group of query heads over its keys among the first `context`, straight from the blocks."""
-        scores, acc, peak, total, _, _, _ = scratch(work)
+        scores, acc, peak, total, queries, _, _ = scratch(work)
         acc[:G] = np.float32(0.0)
         peak[:G] = LOW
         total[:G] = np.float32(0.0)
-        queries = q.ctypes.data + (t * q.shape[1] + head * G * D) * 4
+        part_queries(q.ctypes.data + (t * q.shape[1] + head * G * D) * 4, queries.ctypes.data)
         value_bytes = BS * D * BYTES
         head_bytes = cache.shape[2] * 2 * value_bytes
         block_bytes = cache.shape[1] * head_bytes
@@ -285,14 +285,9 @@ def _make_attend_token(shape: Shape, scratch: Callable[[Float32], Any]) -> Calla
             for start in range(0, n, BS):
                 index = (first + start) // BS
                 keys = base + np.int64(table[index]) * block_bytes
-                prefetch(keys + value_bytes, 0)
-                if index + AHEAD <= last:
-                    prefetch(base + np.int64(table[index + AHEAD]) * block_bytes, 0)
-                else:
-                    ahead = min(next_block + index + AHEAD - last, len(next_table)) - 1
-                    prefetch(next_base + np.int64(next_table[ahead]) * block_bytes, 0)
                 for j in range(0, min(BS, n - start), NUM_DOT):
-                    dot_keys(queries, keys + j * D * BYTES, scores.ctypes.data + (start + j) * 4)
+                    row = keys + j * D * BYTES
+                    dot_keys(queries.ctypes.data, row, scores.ctypes.data + (start + j) * 4, row + value_bytes)
             for g in range(G):
                 for j in range(begin - first):
                     scores[g, j] = LOW
@@ -302,13 +297,22 @@ def _make_attend_token(shape: Shape, scratch: Callable[[Float32], Any]) -> Calla
                     scores.ctypes.data + g * KEY_TILE * 4, peak.ctypes.data + g * 4, acc.ctypes.data + g * D * 4, padded
                 )
             for start in range(0, n, BS):
-                values = base + value_bytes + np.int64(table[(first + start) // BS]) * block_bytes
+                index = (first + start) // BS
+                values = base + value_bytes + np.int64(table[index]) * block_bytes
+                if index + AHEAD <= last:
+                    ahead = base + np.int64(table[index + AHEAD]) * block_bytes
+                else:
+                    next_index = min(next_block + index + AHEAD - last, len(next_table)) - 1
+                    ahead = next_base + np.int64(next_table[next_index]) * block_bytes
                 here = min(BS, n - start)
                 whole = here - here % 16
                 for j in range(0, whole, 16):
-                    weigh_block(scores.ctypes.data + (start + j) * 4, values + j * D * BYTES, acc.ctypes.data)
+                    to = j * D * BYTES
+                    weigh_block(scores.ctypes.data + (start + j) * 4, values + to, acc.ctypes.data, ahead + to)
                 for j in range(whole, here):
-                    weigh_one(scores.ctypes.data + (start + j) * 4, values + j * D * BYTES, acc.ctypes.data)
+                    to = j * D * BYTES
+                    weigh_one(scores.ctypes.data + (start + j) * 4, values + to, acc.ctypes.data, ahead + to)
+        join_acc(acc.ctypes.data, acc.ctypes.data)
         for g in range(G):
             inverse = np.float32(1.0) / total[g]
             for d in range(D):

@@ -60,13 +60,14 @@ def _load_wide(builder: Any, address: Any, first: int, bf16: bool) -> Any:
     return builder.bitcast(builder.shl(builder.zext(words, whole), ir.Constant(whole, [16] * WIDTH)), VECTOR)
 
 
-def _splat(builder: Any, address: Any, num_bytes: int) -> Any:
-    return _spread(builder, _load(builder, address, num_bytes, FLOAT))
+def _splat(builder: Any, address: Any, num_bytes: int, lanes: int = WIDTH) -> Any:
+    return _spread(builder, _load(builder, address, num_bytes, FLOAT), lanes)
 
 
-def _spread(builder: Any, value: Any) -> Any:
-    one = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), value, ir.Constant(INT32, 0))
-    return _pick(builder, one, one, [0] * WIDTH)
+def _spread(builder: Any, value: Any, lanes: int = WIDTH) -> Any:
+    nothing = ir.Constant(ir.VectorType(FLOAT, lanes), ir.Undefined)
+    one = builder.insert_element(nothing, value, ir.Constant(INT32, 0))
+    return _pick(builder, one, one, [0] * lanes)
 
 
 def _larger(builder: Any, a: Any, b: Any) -> Any:
@@ -100,22 +101,27 @@ def _pick(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
 
 
 def _lane_sums(builder: Any, vectors: list[Any]) -> Any:
-    """Sum over the lanes of each of n vectors (n a power of two, at most 16), as one vector of n floats: neighbours
-    added pairwise.
+    """Sum over the lanes of each of n equally wide vectors (n a power of two, at most their width), as one vector of n
+    floats: neighbours are added pairwise, first within every four lanes, then fours.
     """
-    num = len(vectors)
-    while len(vectors) > 1:
-        even, odd = list(range(0, 2 * WIDTH, 2)), list(range(1, 2 * WIDTH, 2))
-        pairs = zip(vectors[::2], vectors[1::2], strict=True)
-        vectors = [builder.fadd(_pick(builder, a, b, even), _pick(builder, a, b, odd)) for a, b in pairs]
-    total, width = vectors[0], WIDTH
-    while width > num:
-        total = builder.fadd(
-            _pick(builder, total, total, list(range(0, width, 2))),
-            _pick(builder, total, total, list(range(1, width, 2))),
-        )
-        width //= 2
-    return total
+    num, width = len(vectors), vectors[0].type.count
+    for run in (1, 1, *[4] * ((width // 4).bit_length() - 1)):
+        both = [lane for lane in range(2 * width) if not lane & run]
+        if run == 1:  # stay within four lanes: that is one cheap instruction
+            both = [lane for four in range(0, width, 4) for lane in (four, four + 2, width + four, width + four + 2)]
+        if len(vectors) > 1:
+            pairs = list(zip(vectors[::2], vectors[1::2], strict=True))
+        else:
+            pairs = [(vectors[0], vectors[0])]
+            if run == 4:
+                both = both[: len(both) // 2]
+        vectors = [
+            builder.fadd(_pick(builder, a, b, both), _pick(builder, a, b, [lane + run for lane in both]))
+            for a, b in pairs
+        ]
+        width = len(both)
+    total = vectors[0]
+    return total if width == num else _pick(builder, total, total, list(range(num)))
 
 
 def has_feature(name: str) -> bool:
@@ -123,7 +129,11 @@ def has_feature(name: str) -> bool:
     return f"+{name}" in cpu_target.target_context.codegen().magic_tuple()[2].split(",")
 
 
-PRODUCT_ROWS, PRODUCT_COLUMNS = (8, 32) if has_feature("avx512f") else (6, 16)
+WIDE = has_feature("avx512f")
+"""Whether registers have 16 lanes, and are 32; else they have 8, and are 16."""
+NUM_SUMS = 24 if WIDE else 12
+"""Registers for the sums of a decode's pieces."""
+PRODUCT_ROWS, PRODUCT_COLUMNS = (8, 32) if WIDE else (6, 16)
 """Of one `product`: its sums fill 16 of the 32 registers of AVX-512, 12 of the 16 of AVX2."""
 PRODUCT_TERMS = 4
 """Inner terms that a `product` takes at a time."""
@@ -162,55 +172,120 @@ def _piece(num_arguments: int, emit: Callable[..., None]) -> Any:
     return three
 
 
-def make_dot_keys(head_dim: int, group: int, score_stride: int, bf16: bool) -> tuple[Any, int]:
-    """(piece, n): piece(q, keys, scores) dots `group` rows of q [group, head_dim] with n rows of cached keys [n,
-    head_dim].
+def _lanes(head_dim: int) -> int:
+    """Lanes of a vector of a decode: a whole register, of which two hold a part of a head."""
+    return 16 if WIDE and head_dim % 32 == 0 else 8
 
-    Head g's n results go to scores + g * score_stride floats. n divides 16: as many keys as keep all sums in 24
-    registers.
+
+def _load_part(builder: Any, address: Any, first: int, lanes: int, bf16: bool) -> tuple[Any, Any]:
+    """2 * lanes cache elements from element `first` on, as float32. Of bf16 those of even index, then those of odd
+    index: a shift and a mask part them, where widening neighbours would take two instructions more.
     """
-    num = 16
-    while num > 1 and num * group > 24:
-        num //= 2
+    vector, words = ir.VectorType(FLOAT, lanes), ir.VectorType(INT32, lanes)
+    if not bf16:
+        return _load(builder, address, first * 4, vector), _load(builder, address, (first + lanes) * 4, vector)
+    pairs = builder.load(_at(builder, address, first * 2, words), align=2, typ=words)
+    even = builder.shl(pairs, ir.Constant(words, [16] * lanes))
+    odd = builder.and_(pairs, ir.Constant(words, [-(1 << 16)] * lanes))
+    return builder.bitcast(even, vector), builder.bitcast(odd, vector)
 
-    def emit(builder: Any, q: Any, keys: Any, scores: Any) -> None:
+
+def _prefetch(builder: Any, rows: Any, first: int, num: int, bf16: bool) -> None:
+    """Asks for the 64-byte lines that begin in `num` cache elements from element `first` on. Few at a time, between
+    sums: CPUs drop what is more than they can ask for at once.
+    """
+    byte = ir.IntType(8).as_pointer()
+    kind, name = ir.FunctionType(ir.VoidType(), [byte, INT32, INT32, INT32]), "llvm.prefetch.p0"
+    prefetch = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+    size = 2 if bf16 else 4
+    for offset in range(-(-first * size // 64) * 64, (first + num) * size, 64):
+        flags = (ir.Constant(INT32, flag) for flag in (0, 3, 1))
+        builder.call(prefetch, [_at(builder, rows, offset, ir.IntType(8)), *flags])
+
+
+def make_part_rows(head_dim: int, num_rows: int, bf16: bool, *, join: bool) -> Any:
+    """piece(rows, out): float32 rows [num_rows, head_dim] in the order in which a decode loads cache elements, or with
+    `join` back from it.
+    """
+    lanes = _lanes(head_dim)
+    orders = [list(range(0, 2 * lanes, 2)), list(range(1, 2 * lanes, 2))]
+    if join:
+        zipped = [lane for pair in zip(range(lanes), range(lanes, 2 * lanes), strict=True) for lane in pair]
+        orders = [zipped[:lanes], zipped[lanes:]]
+    if not bf16:
+        orders = [list(range(lanes)), list(range(lanes, 2 * lanes))]
+
+    def emit(builder: Any, rows: Any, out: Any) -> None:
+        for first in range(0, num_rows * head_dim, 2 * lanes):
+            low, high = _load_part(builder, rows, first, lanes, bf16=False)
+            for i, order in enumerate(orders):
+                _store(builder, _pick(builder, low, high, order), out, (first + i * lanes) * 4)
+
+    return _piece(2, emit)
+
+
+def make_dot_keys(head_dim: int, group: int, score_stride: int, bf16: bool) -> tuple[Any, int]:
+    """(piece, n): piece(q, keys, scores, ahead) dots `group` rows of q [group, head_dim], in the order of
+    `make_part_rows`, with n rows of cached keys [n, head_dim], and asks for as many rows from `ahead` on.
+
+    Head g's n results go to scores + g * score_stride floats. n divides 16: as many keys as keep all sums in registers.
+    """
+    num, lanes = 16, _lanes(head_dim)
+    while num > 1 and num * group > NUM_SUMS or num > lanes:
+        num //= 2
+    vector = ir.VectorType(FLOAT, lanes)
+
+    def emit(builder: Any, q: Any, keys: Any, scores: Any, ahead: Any) -> None:
         sums: list[list[Any]] = [[None] * num for _ in range(group)]
-        for d in range(0, head_dim, WIDTH):
-            rows = [_load(builder, q, (g * head_dim + d) * 4) for g in range(group)]
+        for d in range(0, head_dim, 2 * lanes):
+            rows = [[_load(builder, q, (g * head_dim + d + i * lanes) * 4, vector) for i in (0, 1)] for g in range(group)]
             for j in range(num):
-                key = _load_wide(builder, keys, j * head_dim + d, bf16)
-                for g in range(group):
-                    before = sums[g][j]
-                    sums[g][j] = builder.fmul(rows[g], key) if before is None else _fma(builder, rows[g], key, before)
+                _prefetch(builder, ahead, j * head_dim + d, 2 * lanes, bf16)
+                for i, key in enumerate(_load_part(builder, keys, j * head_dim + d, lanes, bf16)):
+                    for g in range(group):
+                        before, row = sums[g][j], rows[g][i]
+                        sums[g][j] = builder.fmul(row, key) if before is None else _fma(builder, row, key, before)
         for g in range(group):
             _store(builder, _lane_sums(builder, sums[g]), scores, g * score_stride * 4)
 
-    return _piece(3, emit), num
+    return _piece(4, emit), num
 
 
 def make_weigh_values(head_dim: int, group: int, score_stride: int, bf16: bool, num: int) -> Any:
-    """piece(weights, values, acc): acc [group, head_dim] += weights @ values for `num` rows of cached values [num,
-    head_dim].
+    """piece(weights, values, acc, ahead): acc [group, head_dim], in the order of `make_part_rows`, += weights @ values
+    for `num` rows of cached values [num, head_dim], and asks for as many rows from `ahead` on.
 
     Head g's `num` weights stand at weights + g * score_stride floats.
     """
-    heads = max(1, min(group, 24 * WIDTH // head_dim))
+    lanes = _lanes(head_dim)
+    heads = min(group, NUM_SUMS // 2)
+    across = max(1, NUM_SUMS // heads // 2) * 2 * lanes
+    vector = ir.VectorType(FLOAT, lanes)
 
-    def emit(builder: Any, weights: Any, values: Any, acc: Any) -> None:
-        columns = range(0, head_dim, WIDTH)
+    def emit(builder: Any, weights: Any, values: Any, acc: Any, ahead: Any) -> None:
         for g0 in range(0, group, heads):
             some = range(g0, min(group, g0 + heads))
-            sums = {(g, d): _load(builder, acc, (g * head_dim + d) * 4) for g in some for d in columns}
-            for j in range(num):
-                weight = {g: _splat(builder, weights, (g * score_stride + j) * 4) for g in some}
-                for d in columns:
-                    value = _load_wide(builder, values, j * head_dim + d, bf16)
-                    for g in some:
-                        sums[g, d] = _fma(builder, weight[g], value, sums[g, d])
-            for (g, d), total in sums.items():
-                _store(builder, total, acc, (g * head_dim + d) * 4)
+            for d0 in range(0, head_dim, across):
+                columns = range(d0, min(head_dim, d0 + across), 2 * lanes)
+                sums = {
+                    (g, d): _load(builder, acc, (g * head_dim + d) * 4, vector)
+                    for g in some
+                    for first in columns
+                    for d in (first, first + lanes)
+                }
+                for j in range(num):
+                    weight = {g: _splat(builder, weights, (g * score_stride + j) * 4, lanes) for g in some}
+                    for d in columns:
+                        if not g0:
+                            _prefetch(builder, ahead, j * head_dim + d, 2 * lanes, bf16)
+                        for i, value in enumerate(_load_part(builder, values, j * head_dim + d, lanes, bf16)):
+                            for g in some:
+                                at = g, d + i * lanes
+                                sums[at] = _fma(builder, weight[g], value, sums[at])
+                for (g, d), total in sums.items():
+                    _store(builder, total, acc, (g * head_dim + d) * 4)
 
-    return _piece(3, emit)
+    return _piece(4, emit)
 
 
 def make_transpose_keys(head_dim: int, stride: int, bf16: bool) -> Any:
@@ -372,23 +447,3 @@ def _widened_step(builder: Any, x: Any, weights: Any, row_bytes: int, sums: list
             for term, weight in zip(terms, column, strict=True):
                 total = _fma(builder, term, weight, total)
             builder.store(total, place)
-
-
-def make_prefetch(num_bytes: int) -> Any:
-    """piece(address, _): asks for `num_bytes` from there, one 64-byte line at a time; the hardware stops at every 4 KiB
-    page.
-    """
-
-    def emit(builder: Any, address: Any, _unused: Any) -> None:
-        byte = ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [byte, INT32, INT32, INT32])
-        prefetch = builder.module.globals.get("llvm.prefetch.p0") or ir.Function(
-            builder.module, kind, "llvm.prefetch.p0"
-        )
-        for offset in range(0, num_bytes, 64):
-            builder.call(
-                prefetch,
-                [_at(builder, address, offset, ir.IntType(8)), *(ir.Constant(INT32, flag) for flag in (0, 3, 1))],
-            )
-
-    return _piece(2, emit)

@@ -256,7 +256,7 @@ def _make_store_rows(shape: Shape) -> Callable[..., None]:
 
 def _make_attend_token(shape: Shape, scratch: Callable[[Float32], Any]) -> Callable[..., None]:
     D, G, BS, BYTES = shape.head_dim, shape.group, shape.block_size, shape.element_bytes
-    weigh_block, weigh_one = (make_weigh_values(D, G, KEY_TILE, shape.bf16, num) for num in (16, 1))
+    weigh_values = make_weigh_values(D, G, KEY_TILE, shape.bf16)
     dot_keys, NUM_DOT = make_dot_keys(D, G, KEY_TILE, shape.bf16)
     part_queries, join_acc = (make_part_rows(D, G, shape.bf16, join=join) for join in (False, True))
     softmax_step = make_softmax_step(D, tile_rows(G) * 4)
@@ -304,14 +304,8 @@ def _make_attend_token(shape: Shape, scratch: Callable[[Float32], Any]) -> Calla
                 else:
                     next_index = min(next_block + index + AHEAD - last, len(next_table)) - 1
                     ahead = next_base + np.int64(next_table[next_index]) * block_bytes
-                here = min(BS, n - start)
-                whole = here - here % 16
-                for j in range(0, whole, 16):
-                    to = j * D * BYTES
-                    weigh_block(scores.ctypes.data + (start + j) * 4, values + to, acc.ctypes.data, ahead + to)
-                for j in range(whole, here):
-                    to = j * D * BYTES
-                    weigh_one(scores.ctypes.data + (start + j) * 4, values + to, acc.ctypes.data, ahead + to)
+                weights = scores.ctypes.data + start * 4
+                weigh_values(weights, values, acc.ctypes.data, ahead, min(BS, n - start))
         join_acc(acc.ctypes.data, acc.ctypes.data)
         for g in range(G):
             inverse = np.float32(1.0) / total[g]

@@ -9,6 +9,7 @@ The file is longer than 300 lines because it is the one place in which vector co
 """
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 from llvmlite import ir
@@ -131,6 +132,8 @@ def has_feature(name: str) -> bool:
 
 WIDE = has_feature("avx512f")
 """Whether registers have 16 lanes, and are 32; else they have 8, and are 16."""
+MOST_ASKED = 512
+"""Bytes of one run of prefetches."""
 NUM_SUMS = 24 if WIDE else 12
 """Registers for the sums of a decode's pieces."""
 PRODUCT_ROWS, PRODUCT_COLUMNS = (8, 32) if WIDE else (6, 16)
@@ -166,10 +169,10 @@ def _piece(num_arguments: int, emit: Callable[..., None]) -> Any:
         return four
 
     @intrinsic
-    def three(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
+    def five(typingctx: Any, a: Any, b: Any, c: Any, d: Any, e: Any) -> Any:
         return signature, generate
 
-    return three
+    return five
 
 
 def _lanes(head_dim: int) -> int:
@@ -228,10 +231,11 @@ def make_dot_keys(head_dim: int, group: int, score_stride: int, bf16: bool) -> t
     """(piece, n): piece(q, keys, scores, ahead) dots `group` rows of q [group, head_dim], in the order of
     `make_part_rows`, with n rows of cached keys [n, head_dim], and asks for as many rows from `ahead` on.
 
-    Head g's n results go to scores + g * score_stride floats. n divides 16: as many keys as keep all sums in registers.
+    Head g's n results go to scores + g * score_stride floats. n divides 16: as many keys as keep all sums in registers,
+    and no more than MOST_ASKED bytes.
     """
     num, lanes = 16, _lanes(head_dim)
-    while num > 1 and num * group > NUM_SUMS or num > lanes:
+    while num > lanes or num > 1 and (num * group > NUM_SUMS or num * head_dim * (2 if bf16 else 4) > MOST_ASKED):
         num //= 2
     vector = ir.VectorType(FLOAT, lanes)
 
@@ -251,41 +255,41 @@ def make_dot_keys(head_dim: int, group: int, score_stride: int, bf16: bool) -> t
     return _piece(4, emit), num
 
 
-def make_weigh_values(head_dim: int, group: int, score_stride: int, bf16: bool, num: int) -> Any:
-    """piece(weights, values, acc, ahead): acc [group, head_dim], in the order of `make_part_rows`, += weights @ values
-    for `num` rows of cached values [num, head_dim], and asks for as many rows from `ahead` on.
+def make_weigh_values(head_dim: int, group: int, score_stride: int, bf16: bool) -> Any:
+    """piece(weights, values, acc, ahead, num): acc [group, head_dim], in the order of `make_part_rows`, += weights @
+    values for `num` rows of cached values [num, head_dim], and asks for as many rows from `ahead` on.
 
     Head g's `num` weights stand at weights + g * score_stride floats.
     """
-    lanes = _lanes(head_dim)
+    lanes, row_bytes = _lanes(head_dim), head_dim * (2 if bf16 else 4)
     heads = min(group, NUM_SUMS // 2)
     across = max(1, NUM_SUMS // heads // 2) * 2 * lanes
     vector = ir.VectorType(FLOAT, lanes)
 
-    def emit(builder: Any, weights: Any, values: Any, acc: Any, ahead: Any) -> None:
-        for g0 in range(0, group, heads):
-            some = range(g0, min(group, g0 + heads))
-            for d0 in range(0, head_dim, across):
-                columns = range(d0, min(head_dim, d0 + across), 2 * lanes)
-                sums = {
-                    (g, d): _load(builder, acc, (g * head_dim + d) * 4, vector)
-                    for g in some
-                    for first in columns
-                    for d in (first, first + lanes)
-                }
-                for j in range(num):
-                    weight = {g: _splat(builder, weights, (g * score_stride + j) * 4, lanes) for g in some}
-                    for d in columns:
-                        if not g0:
-                            _prefetch(builder, ahead, j * head_dim + d, 2 * lanes, bf16)
-                        for i, value in enumerate(_load_part(builder, values, j * head_dim + d, lanes, bf16)):
-                            for g in some:
-                                at = g, d + i * lanes
-                                sums[at] = _fma(builder, weight[g], value, sums[at])
-                for (g, d), total in sums.items():
-                    _store(builder, total, acc, (g * head_dim + d) * 4)
+    def emit(builder: Any, weights: Any, values: Any, acc: Any, ahead: Any, num: Any) -> None:
+        for g0, d0 in product(range(0, group, heads), range(0, head_dim, across)):
+            some, columns = range(g0, min(group, g0 + heads)), range(d0, min(head_dim, d0 + across), lanes)
+            sums = {
+                (g, d): cgutils.alloca_once_value(builder, _load(builder, acc, (g * head_dim + d) * 4, vector))
+                for g in some
+                for d in columns
+            }
+            with cgutils.for_range(builder, num) as loop:
+                row = builder.mul(loop.index, ir.Constant(INT64, row_bytes))
+                value_row, ahead_row = builder.add(values, row), builder.add(ahead, row)
+                from_weights = builder.add(weights, builder.mul(loop.index, ir.Constant(INT64, 4)))
+                factors = {g: _splat(builder, from_weights, g * score_stride * 4, lanes) for g in some}
+                for d in columns[::2]:
+                    if not g0:
+                        _prefetch(builder, ahead_row, d, 2 * lanes, bf16)
+                    for i, value in enumerate(_load_part(builder, value_row, d, lanes, bf16)):
+                        for g in some:
+                            place = sums[g, d + i * lanes]
+                            builder.store(_fma(builder, factors[g], value, builder.load(place, typ=vector)), place)
+            for (g, d), place in sums.items():
+                _store(builder, builder.load(place, typ=vector), acc, (g * head_dim + d) * 4)
 
-    return _piece(4, emit)
+    return _piece(5, emit)
 
 
 def make_transpose_keys(head_dim: int, stride: int, bf16: bool) -> Any:

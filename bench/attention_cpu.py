@@ -13,19 +13,19 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import cycle, repeat
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import jit.openmp  # noqa: F401  before torch
 import numba
 import numpy as np
 import torch
 from numba import prange
 
 from engine.runners.cpu_attention import Shape, make_attention, scratch_elements, tile_rows
+from engine.runners.cpu_elements import Stored
 from engine.runners.numba_ops import work_items
 from engine.runners.step_plan import StepPlan
 from jit.kernel_cache import compiled
-from protocol.arrays import Int64
+from protocol.arrays import Float32, Int64
 
 BLOCK_SIZE, CHUNK = 16, 512
 BEHIND = (0, 512, 2048, 8192)
@@ -65,18 +65,18 @@ def rows(
 ) -> Iterator[Row]:
     """Measures one row after the other; the shape is SmolLM2-135M's unless told otherwise."""
     shape = Shape(head_dim, group, BLOCK_SIZE, bf16, head_dim)
-    memory = np.zeros(CACHE_BYTES // shape.element_bytes, np.uint16 if bf16 else np.float32)
+    memory: Stored = np.zeros(CACHE_BYTES // shape.element_bytes, np.uint16 if bf16 else np.float32)
     _fill(memory)
     for num_threads in (n for n in threads if n <= numba.config.NUMBA_NUM_THREADS):
         torch.set_num_threads(num_threads)
         numba.set_num_threads(num_threads)
         peak, bandwidth = _sgemm(num_threads), _reads(memory)
         for behind in BEHIND:
-            work = _work(shape, num_kv_heads, memory, num_threads, [CHUNK], [behind + CHUNK])
+            work = work_of(shape, num_kv_heads, memory, num_threads, [CHUNK], [behind + CHUNK])
             yield _row(f"prompt of {CHUNK} behind {behind}", num_threads, work, peak)
         for context in CONTEXTS:
             for num in SEQUENCES:
-                work = _work(shape, num_kv_heads, memory, num_threads, [1] * num, [context] * num)
+                work = work_of(shape, num_kv_heads, memory, num_threads, [1] * num, [context] * num)
                 yield _row(f"decode of {num} at {context}", num_threads, work, bandwidth)
 
 
@@ -104,30 +104,31 @@ def _sgemm(num_threads: int) -> Work:
     return Work(repeat(lambda: torch.mm(a, b, out=out)), 2.0 * num_threads * SGEMM_SIZE**3)
 
 
-def _reads(memory: np.ndarray) -> Work:
+def _reads(memory: Stored) -> Work:
     words = memory.view(np.float32)
     parts = np.split(words, 8)
     return Work(cycle(partial(_sum, part) for part in parts), float(parts[0].nbytes))
 
 
 @compiled((__file__,))
-def _sum(words):
+def _sum(words: Float32) -> Any:
     total = np.float32(0.0)
     for i in prange(len(words)):
         total += words[i]
     return total
 
 
-def _fill(memory: np.ndarray) -> None:
+def _fill(memory: Stored) -> None:
     """Values near 1, everywhere the same few."""
     some = torch.randn(1 << 16)
     pattern = some.bfloat16().view(torch.uint16).numpy() if memory.dtype == np.uint16 else some.numpy()
     memory.reshape(-1, len(pattern))[:] = pattern
 
 
-def _work(
-    shape: Shape, num_kv_heads: int, memory: np.ndarray, num_threads: int, queries: list[int], contexts: list[int]
+def work_of(
+    shape: Shape, num_kv_heads: int, memory: Stored, num_threads: int, queries: list[int], contexts: list[int]
 ) -> Work:
+    """Sequence b brings queries[b] tokens and has contexts[b] in the cache; all are decodes, or prompts' chunks."""
     D, BS = shape.head_dim, shape.block_size
     per_sequence = [-(-context // BS) for context in contexts]
     block_elements = num_kv_heads * 2 * BS * D
@@ -142,8 +143,8 @@ def _work(
     ]
     num_tokens, num_heads = sum(queries), shape.group * num_kv_heads
     kind = memory.dtype
-    qkv = np.zeros((num_tokens, (num_heads + 2 * num_kv_heads) * D), kind)
-    _tile(qkv, memory)
+    width = (num_heads + 2 * num_kv_heads) * D
+    qkv = memory[: num_tokens * width].reshape(num_tokens, width).copy()
     q, out = np.zeros((num_tokens, num_heads * D), np.float32), np.zeros((num_tokens, num_heads * D), kind)
     cos, sin = np.ones((max(contexts), D // 2), np.float32), np.zeros((max(contexts), D // 2), np.float32)
     scratch = np.zeros((num_threads, scratch_elements(D, shape.group)), np.float32)
@@ -167,11 +168,7 @@ def _work(
     return Work(cycle(calls), 4.0 * D * num_heads * seen)
 
 
-def _tile(array: np.ndarray, memory: np.ndarray) -> None:
-    array.ravel()[:] = memory[: array.size]
-
-
-def _plan(ids: np.ndarray, per_sequence: list[int], queries: list[int], contexts: list[int]) -> StepPlan:
+def _plan(ids: Int64, per_sequence: list[int], queries: list[int], contexts: list[int]) -> StepPlan:
     tables = ids.reshape(len(per_sequence), -1).astype(np.int32)
     positions = np.concatenate([np.arange(c - n, c) for n, c in zip(queries, contexts, strict=True)])
     sequence = np.repeat(np.arange(len(queries)), queries)
@@ -184,15 +181,19 @@ def _plan(ids: np.ndarray, per_sequence: list[int], queries: list[int], contexts
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--group", type=int, default=3)
+    parser.add_argument("--group", type=int, default=3, help="query heads per KV head")
     parser.add_argument("--kv-heads", type=int, default=3)
-    parser.add_argument("--float32", action="store_true")
+    parser.add_argument("--float32", action="store_true", help="instead of bfloat16")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    a = parser.parse_args()
-    for row in rows(num_kv_heads=a.kv_heads, group=a.group, head_dim=a.head_dim, bf16=not a.float32, threads=tuple(a.threads)):
-        print(f"{row.what:28} {row.threads} threads {row.ours:8.1f} {row.floor:8.1f} {row.share:6.0%}", flush=True)
+    arguments = parser.parse_args()
+    print(f"{'':24} threads     ours    floor  share (prompts: GFLOP/s, sgemm; decodes: GB/s, reads)")
+    for row in rows(
+        num_kv_heads=arguments.kv_heads, group=arguments.group, head_dim=arguments.head_dim,
+        bf16=not arguments.float32, threads=tuple(arguments.threads),
+    ):  # fmt: skip
+        print(f"{row.what:24} {row.threads:7} {row.ours:8.1f} {row.floor:8.1f} {row.share:6.0%}", flush=True)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ EXP2 = (1.0, 0.6931469775992, 0.2402224208538, 0.05550733743251, 0.0096715126396
 0; lowest power first.
 """
 
+
 class _BFloat(ir.Type):  # type: ignore[misc]
     """LLVM's bfloat, which llvmlite has no name for."""
 
@@ -132,10 +133,10 @@ def has_feature(name: str) -> bool:
 
 WIDE = has_feature("avx512f")
 """Whether registers have 16 lanes, and are 32; else they have 8, and are 16."""
-MOST_ASKED = 512
+MOST_ASKED = 256
 """Bytes of one run of prefetches."""
-NUM_SUMS = 24 if WIDE else 12
-"""Registers for the sums of a decode's pieces."""
+NUM_SUMS = 20 if WIDE else 8
+"""Registers for the sums of a decode's pieces; the others hold queries or weights, keys or values."""
 PRODUCT_ROWS, PRODUCT_COLUMNS = (8, 32) if WIDE else (6, 16)
 """Of one `product`: its sums fill 16 of the 32 registers of AVX-512, 12 of the 16 of AVX2."""
 PRODUCT_TERMS = 4
@@ -231,18 +232,22 @@ def make_dot_keys(head_dim: int, group: int, score_stride: int, bf16: bool) -> t
     """(piece, n): piece(q, keys, scores, ahead) dots `group` rows of q [group, head_dim], in the order of
     `make_part_rows`, with n rows of cached keys [n, head_dim], and asks for as many rows from `ahead` on.
 
-    Head g's n results go to scores + g * score_stride floats. n divides 16: as many keys as keep all sums in registers,
-    and no more than MOST_ASKED bytes.
+    Head g's n results go to scores + g * score_stride floats. n divides 16: two, or as many as are MOST_ASKED
+    bytes, if their sums stay in registers.
     """
-    num, lanes = 16, _lanes(head_dim)
-    while num > lanes or num > 1 and (num * group > NUM_SUMS or num * head_dim * (2 if bf16 else 4) > MOST_ASKED):
+    num, lanes = 2, _lanes(head_dim)
+    while 2 * num <= lanes and 2 * num * head_dim * (2 if bf16 else 4) <= MOST_ASKED:
+        num *= 2
+    while num > 1 and num * group > NUM_SUMS:
         num //= 2
     vector = ir.VectorType(FLOAT, lanes)
 
     def emit(builder: Any, q: Any, keys: Any, scores: Any, ahead: Any) -> None:
         sums: list[list[Any]] = [[None] * num for _ in range(group)]
         for d in range(0, head_dim, 2 * lanes):
-            rows = [[_load(builder, q, (g * head_dim + d + i * lanes) * 4, vector) for i in (0, 1)] for g in range(group)]
+            rows = [
+                [_load(builder, q, (g * head_dim + d + i * lanes) * 4, vector) for i in (0, 1)] for g in range(group)
+            ]
             for j in range(num):
                 _prefetch(builder, ahead, j * head_dim + d, 2 * lanes, bf16)
                 for i, key in enumerate(_load_part(builder, keys, j * head_dim + d, lanes, bf16)):

@@ -65,7 +65,8 @@ def rows(
 ) -> Iterator[Row]:
     """Measures one row after the other; the shape is SmolLM2-135M's unless told otherwise."""
     shape = Shape(head_dim, group, BLOCK_SIZE, bf16, head_dim)
-    memory: Stored = np.zeros(CACHE_BYTES // shape.element_bytes, np.uint16 if bf16 else np.float32)
+    size = CACHE_BYTES // shape.element_bytes
+    memory: Stored = np.zeros(size, np.uint16) if bf16 else np.zeros(size, np.float32)
     _fill(memory)
     for num_threads in (n for n in threads if n <= numba.config.NUMBA_NUM_THREADS):
         torch.set_num_threads(num_threads)

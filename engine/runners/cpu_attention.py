@@ -41,7 +41,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 KEY_TILE = 128
 """Keys handled at a time by a prompt tile: scores and the tile's K and V stay in the L2 cache."""
 AHEAD = 8
-"""Blocks between a key block's prefetch, beside the values that are weighed meanwhile, and its use: one tile of keys."""
+"""Blocks between a key block's prefetch, while values are weighed, and its use: one tile of keys."""
 TILE_ROWS = 96
 """Query rows (tokens x heads of a group) of a prompt tile."""
 LOW = np.float32(-1e30)

@@ -2,8 +2,8 @@
 other function.
 
 Every argument is an address (int64, bytes). float32 everywhere, but for keys and values in the cache: those are of the
-cache's element type, bf16 or float32, and are widened as they are loaded. Vectors are 16 wide and LLVM splits them where
-the CPU's are narrower, but for those of decodes, which are as wide as the CPU's.
+cache's element type, bf16 or float32, and are widened as they are loaded. Vectors are 16 wide and LLVM splits them
+where the CPU's are narrower, but for those of decodes, which are as wide as the CPU's.
 
 The file is longer than 300 lines because it is the one place in which vector code is emitted.
 """

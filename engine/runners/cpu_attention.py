@@ -18,13 +18,16 @@ from numba import prange
 from numba.extending import register_jitable
 
 from engine.runners import cpu_elements, cpu_simd
-from engine.runners.cpu_elements import Stored, exp2, load, store
+from engine.runners.cpu_elements import Stored, load, store
 from engine.runners.cpu_simd import (
+    PRODUCT_COLUMNS,
+    PRODUCT_ROWS,
     WIDTH,
     Kind,
     make_dot_keys,
-    make_prefetch,
+    make_part_rows,
     make_product,
+    make_softmax_step,
     make_transpose_keys,
     make_weigh_values,
     make_widen_row,
@@ -38,8 +41,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 KEY_TILE = 128
 """Keys handled at a time by a prompt tile: scores and the tile's K and V stay in the L2 cache."""
-AHEAD = 4
-"""Blocks between a key block's prefetch and its use."""
+AHEAD = 8
+"""Blocks between a key block's prefetch, while values are weighed, and its use: one tile of keys."""
 TILE_ROWS = 96
 """Query rows (tokens x heads of a group) of a prompt tile."""
 LOW = np.float32(-1e30)
@@ -107,8 +110,8 @@ def supports(head_dim: int, block_size: int) -> bool:
 
 
 def tile_rows(group: int) -> int:
-    """Query rows of a prompt tile, a multiple of 8: whole tokens of `group` rows, at least one."""
-    return max(TILE_ROWS, (group + 7) // 8 * 8)
+    """Query rows of a prompt tile, a multiple of PRODUCT_ROWS: whole tokens of `group` rows, at least one."""
+    return max(TILE_ROWS, -(-group // PRODUCT_ROWS) * PRODUCT_ROWS)
 
 
 def scratch_elements(head_dim: int, group: int) -> int:
@@ -172,26 +175,6 @@ def _part(shape: Shape) -> Callable[[F], F]:
 def first_seen(context: int, window: int) -> int:
     """The first key that the query sees which sees `context` keys where there is no window."""
     return max(0, context - window) if window > 0 else 0
-
-
-@register_jitable
-def softmax_step(scores: Float32, n: int, peak: Float32, total: Float32, acc: Float32, row: int) -> None:
-    """One more tile of n scores for one query row: turns them into weights, rescales what was summed so far to the new
-    peak.
-    """
-    highest = peak[row]
-    for j in range(n):
-        highest = max(highest, scores[j])
-    scale = exp2(peak[row] - highest)
-    added = np.float32(0.0)
-    for j in range(n):
-        weight = exp2(scores[j] - highest)
-        scores[j] = weight
-        added += weight
-    peak[row] = highest
-    total[row] = total[row] * scale + added
-    for d in range(acc.shape[1]):
-        acc[row, d] *= scale
 
 
 def _make_place_token(shape: Shape) -> Callable[..., None]:
@@ -274,9 +257,10 @@ def _make_store_rows(shape: Shape) -> Callable[..., None]:
 
 def _make_attend_token(shape: Shape, scratch: Callable[[Float32], Any]) -> Callable[..., None]:
     D, G, BS, BYTES = shape.head_dim, shape.group, shape.block_size, shape.element_bytes
-    weigh_block, weigh_one = (make_weigh_values(D, G, KEY_TILE, shape.kind, num) for num in (16, 1))
+    weigh_values = make_weigh_values(D, G, KEY_TILE, shape.kind)
     dot_keys, NUM_DOT = make_dot_keys(D, G, KEY_TILE, shape.kind)
-    prefetch = make_prefetch(BS * D * BYTES)
+    part_queries, join_acc = (make_part_rows(D, G, shape.kind, join=join) for join in (False, True))
+    softmax_step = make_softmax_step(D, tile_rows(G) * 4)
 
     @_part(shape)
     def attend_token(
@@ -284,11 +268,11 @@ def _make_attend_token(shape: Shape, scratch: Callable[[Float32], Any]) -> Calla
         window: int, q: Float32, out: Stored, cache: Stored, layer: int, work: Float32,
     ) -> None:  # fmt: skip
         """One token's group of query heads over its keys among the first `context`, straight from the blocks."""
-        scores, acc, peak, total, _, _, _ = scratch(work)
+        scores, acc, peak, total, queries, _, _ = scratch(work)
         acc[:G] = np.float32(0.0)
         peak[:G] = LOW
         total[:G] = np.float32(0.0)
-        queries = q.ctypes.data + (t * q.shape[1] + head * G * D) * 4
+        part_queries(q.ctypes.data + (t * q.shape[1] + head * G * D) * 4, queries.ctypes.data)
         value_bytes = BS * D * BYTES
         head_bytes = cache.shape[2] * 2 * value_bytes
         block_bytes = cache.shape[1] * head_bytes
@@ -298,29 +282,32 @@ def _make_attend_token(shape: Shape, scratch: Callable[[Float32], Any]) -> Calla
         begin, last = first_seen(context, window), (context - 1) // BS
         for first in range(begin // BS * BS, context, KEY_TILE):
             n = min(KEY_TILE, context - first)
+            padded = (n + 31) // 32 * 32
             for start in range(0, n, BS):
                 index = (first + start) // BS
                 keys = base + np.int64(table[index]) * block_bytes
-                prefetch(keys + value_bytes, 0)
-                if index + AHEAD <= last:
-                    prefetch(base + np.int64(table[index + AHEAD]) * block_bytes, 0)
-                else:
-                    ahead = min(next_block + index + AHEAD - last, len(next_table)) - 1
-                    prefetch(next_base + np.int64(next_table[ahead]) * block_bytes, 0)
                 for j in range(0, min(BS, n - start), NUM_DOT):
-                    dot_keys(queries, keys + j * D * BYTES, scores.ctypes.data + (start + j) * 4)
+                    row = keys + j * D * BYTES
+                    dot_keys(queries.ctypes.data, row, scores.ctypes.data + (start + j) * 4, row + value_bytes)
             for g in range(G):
                 for j in range(begin - first):
                     scores[g, j] = LOW
-                softmax_step(scores[g], n, peak, total, acc, g)
+                for j in range(n, padded):
+                    scores[g, j] = LOW
+                softmax_step(
+                    scores.ctypes.data + g * KEY_TILE * 4, peak.ctypes.data + g * 4, acc.ctypes.data + g * D * 4, padded
+                )
             for start in range(0, n, BS):
-                values = base + value_bytes + np.int64(table[(first + start) // BS]) * block_bytes
-                here = min(BS, n - start)
-                whole = here - here % 16
-                for j in range(0, whole, 16):
-                    weigh_block(scores.ctypes.data + (start + j) * 4, values + j * D * BYTES, acc.ctypes.data)
-                for j in range(whole, here):
-                    weigh_one(scores.ctypes.data + (start + j) * 4, values + j * D * BYTES, acc.ctypes.data)
+                index = (first + start) // BS
+                values = base + value_bytes + np.int64(table[index]) * block_bytes
+                if index + AHEAD <= last:
+                    ahead = base + np.int64(table[index + AHEAD]) * block_bytes
+                else:
+                    next_index = min(next_block + index + AHEAD - last, len(next_table)) - 1
+                    ahead = next_base + np.int64(next_table[next_index]) * block_bytes
+                weights = scores.ctypes.data + start * 4
+                weigh_values(weights, values, acc.ctypes.data, ahead, min(BS, n - start))
+        join_acc(acc.ctypes.data, acc.ctypes.data)
         for g in range(G):
             inverse = np.float32(1.0) / total[g]
             for d in range(D):
@@ -334,6 +321,7 @@ def _make_attend_tile(
 ) -> Callable[..., None]:
     D, G, BS = shape.head_dim, shape.group, shape.block_size
     widen_tile, score_tile, add_values = _make_widen_tile(shape), _make_score_tile(shape), _make_add_values(shape)
+    softmax_step = make_softmax_step(D, tile_rows(G) * 4)
 
     @_part(shape)
     def attend_tile(
@@ -345,7 +333,7 @@ def _make_attend_tile(
         """
         scores, acc, peak, total, queries, keys_t, values = scratch(work)
         rows = num * G
-        whole = (rows + 7) // 8 * 8
+        whole = -(-rows // PRODUCT_ROWS) * PRODUCT_ROWS
         acc[:whole] = np.float32(0.0)
         peak[:whole] = LOW
         total[:whole] = np.float32(0.0)
@@ -369,7 +357,9 @@ def _make_attend_tile(
                     scores[r, j] = LOW
                 for j in range(min(n, max(0, end)), padded):
                     scores[r, j] = LOW
-                softmax_step(scores[r], padded, peak, total, acc, r)
+                softmax_step(
+                    scores.ctypes.data + r * KEY_TILE * 4, peak.ctypes.data + r * 4, acc.ctypes.data + r * D * 4, padded
+                )
             add_values(whole, padded, weights=scores, values=values, acc=acc)
         store_rows(rows, t0=t0, head=head, acc=acc, total=total, out=out)
 
@@ -402,39 +392,38 @@ def _make_widen_tile(shape: Shape) -> Callable[..., None]:
 
 def _make_score_tile(shape: Shape) -> Callable[..., None]:
     D = shape.head_dim
-    score_product = make_product(32, D, KEY_TILE, KEY_TILE)
+    score_product = make_product(PRODUCT_COLUMNS, D, KEY_TILE, KEY_TILE, add=False)
 
     @_part(shape)
     def score_tile(rows: int, padded: int, queries: Float32, keys_t: Float32, scores: Float32) -> None:
-        """scores [rows, padded] = queries [rows, D] @ keys_t [D, padded]; rows in eights, columns in 32s."""
-        scores[:rows, :padded] = np.float32(0.0)
-        for r in range(0, rows, 8):
-            for j in range(0, padded, 32):
-                for d in range(0, D, 16):
-                    score_product(
-                        queries.ctypes.data + (r * D + d) * 4,
-                        keys_t.ctypes.data + (d * KEY_TILE + j) * 4,
-                        scores.ctypes.data + (r * KEY_TILE + j) * 4,
-                    )
+        """scores [rows, padded] = queries [rows, D] @ keys_t [D, padded]; rows in PRODUCT_ROWS, columns in 32s."""
+        for r in range(0, rows, PRODUCT_ROWS):
+            for j in range(0, padded, PRODUCT_COLUMNS):
+                score_product(
+                    queries.ctypes.data + r * D * 4,
+                    keys_t.ctypes.data + j * 4,
+                    scores.ctypes.data + (r * KEY_TILE + j) * 4,
+                    D,
+                )
 
     return score_tile
 
 
 def _make_add_values(shape: Shape) -> Callable[..., None]:
     D = shape.head_dim
-    COLUMNS = 32 if D % 32 == 0 else 16
-    value_product = make_product(COLUMNS, KEY_TILE, D, D)
+    COLUMNS = PRODUCT_COLUMNS if D % PRODUCT_COLUMNS == 0 else WIDTH
+    value_product = make_product(COLUMNS, KEY_TILE, D, D, add=True)
 
     @_part(shape)
     def add_values(rows: int, padded: int, weights: Float32, values: Float32, acc: Float32) -> None:
-        """acc [rows, D] += weights [rows, padded] @ values [padded, D]; rows in eights, keys in 16s."""
-        for r in range(0, rows, 8):
+        """acc [rows, D] += weights [rows, padded] @ values [padded, D]; rows in PRODUCT_ROWS, keys in 32s."""
+        for r in range(0, rows, PRODUCT_ROWS):
             for d in range(0, D, COLUMNS):
-                for j in range(0, padded, 16):
-                    value_product(
-                        weights.ctypes.data + (r * KEY_TILE + j) * 4,
-                        values.ctypes.data + (j * D + d) * 4,
-                        acc.ctypes.data + (r * D + d) * 4,
-                    )
+                value_product(
+                    weights.ctypes.data + r * KEY_TILE * 4,
+                    values.ctypes.data + d * 4,
+                    acc.ctypes.data + (r * D + d) * 4,
+                    padded,
+                )
 
     return add_values

@@ -2,14 +2,15 @@
 other function.
 
 Every argument is an address (int64, bytes). float32 everywhere, but for keys and values in the cache: those are of the
-cache's element type, a `Kind`, and are widened as they are loaded. Vectors are 16 wide; LLVM splits them where the
-CPU's are narrower.
+cache's element type, a `Kind`, and are widened as they are loaded. Vectors are 16 wide and LLVM splits them where the
+CPU's are narrower, but for those of decodes, which are as wide as the CPU's.
 
 The file is longer than 300 lines because it is the one place in which vector code is emitted.
 """
 
 import functools
 from collections.abc import Callable
+from itertools import product
 from typing import Any, Literal
 
 from llvmlite import ir
@@ -21,10 +22,12 @@ from numba.extending import intrinsic
 Kind = Literal["bf16", "f16", "f32"]
 """Elements of the model's dtype."""
 
-WIDTH = 16
-PRODUCT_ROWS, PRODUCT_TERMS = 8, 16
-"""Rows and inner terms of one `product`."""
 
+def element_bytes(kind: Kind) -> int:
+    return 4 if kind == "f32" else 2
+
+
+WIDTH = 16
 AHEAD = 8192
 """Bytes between the weights in use and those that are prefetched."""
 
@@ -33,6 +36,11 @@ VECTOR, HALVES = ir.VectorType(FLOAT, WIDTH), ir.VectorType(ir.HalfType(), WIDTH
 WORDS = ir.VectorType(INT32, WIDTH)
 """One float32, or two bf16 whose first is the low half, in each."""
 FUSE = ("contract",)
+
+EXP2 = (1.0, 0.6931469775992, 0.2402224208538, 0.05550733743251, 0.009671512639652, 0.00132647271974)
+"""2 ** f on [-1/2, 1/2] by the polynomial of degree 5 whose relative error is smallest, 9.1e-8, of those that are 1 at
+0; lowest power first.
+"""
 
 
 class _BFloat(ir.Type):  # type: ignore[misc]
@@ -75,13 +83,36 @@ def _load_halves(builder: Any, address: Any, num_bytes: int) -> Any:
     return builder.fpext(builder.load(_at(builder, address, num_bytes, HALVES), align=2, typ=HALVES), VECTOR)
 
 
-def _splat(builder: Any, address: Any, num_bytes: int) -> Any:
-    one = builder.insert_element(
-        ir.Constant(VECTOR, ir.Undefined), _load(builder, address, num_bytes, FLOAT), ir.Constant(INT32, 0)
-    )
-    return builder.shuffle_vector(
-        one, ir.Constant(VECTOR, ir.Undefined), ir.Constant(ir.VectorType(INT32, WIDTH), [0] * WIDTH)
-    )
+def _splat(builder: Any, address: Any, num_bytes: int, lanes: int = WIDTH) -> Any:
+    return _spread(builder, _load(builder, address, num_bytes, FLOAT), lanes)
+
+
+def _spread(builder: Any, value: Any, lanes: int = WIDTH) -> Any:
+    nothing = ir.Constant(ir.VectorType(FLOAT, lanes), ir.Undefined)
+    one = builder.insert_element(nothing, value, ir.Constant(INT32, 0))
+    return _pick(builder, one, one, [0] * lanes)
+
+
+def _larger(builder: Any, a: Any, b: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+def _exp2(builder: Any, x: Any) -> Any:
+    """2 ** x for x <= 127; 2 ** -126 for anything smaller than -126."""
+    whole_numbers = ir.VectorType(INT32, WIDTH)
+
+    def constant(value: float) -> Any:
+        return ir.Constant(VECTOR, [value] * WIDTH)
+
+    x = _larger(builder, x, constant(-126.0))
+    name, kind = f"llvm.roundeven.v{WIDTH}f32", ir.FunctionType(VECTOR, [VECTOR])
+    whole = builder.call(builder.module.globals.get(name) or ir.Function(builder.module, kind, name), [x])
+    f = builder.fsub(x, whole)
+    power = constant(EXP2[-1])
+    for coefficient in EXP2[-2::-1]:
+        power = _fma(builder, power, f, constant(coefficient))
+    exponent = builder.shl(builder.fptosi(whole, whole_numbers), ir.Constant(whole_numbers, [23] * WIDTH))
+    return builder.bitcast(builder.add(builder.bitcast(power, whole_numbers), exponent), VECTOR)
 
 
 def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
@@ -93,27 +124,44 @@ def _pick(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
 
 
 def _lane_sums(builder: Any, vectors: list[Any]) -> Any:
-    """Sum over the lanes of each of n vectors (n a power of two, at most 16), as one vector of n floats: neighbours
-    added pairwise.
+    """Sum over the lanes of each of n equally wide vectors (n a power of two, at most their width), as one vector of n
+    floats: neighbours are added pairwise, first within every four lanes, then fours.
     """
-    num = len(vectors)
-    while len(vectors) > 1:
-        even, odd = list(range(0, 2 * WIDTH, 2)), list(range(1, 2 * WIDTH, 2))
-        pairs = zip(vectors[::2], vectors[1::2], strict=True)
-        vectors = [builder.fadd(_pick(builder, a, b, even), _pick(builder, a, b, odd)) for a, b in pairs]
-    total, width = vectors[0], WIDTH
-    while width > num:
-        total = builder.fadd(
-            _pick(builder, total, total, list(range(0, width, 2))),
-            _pick(builder, total, total, list(range(1, width, 2))),
-        )
-        width //= 2
-    return total
+    num, width = len(vectors), vectors[0].type.count
+    for run in (1, 1, *[4] * ((width // 4).bit_length() - 1)):
+        both = [lane for lane in range(2 * width) if not lane & run]
+        if run == 1:  # stay within four lanes: that is one cheap instruction
+            both = [lane for four in range(0, width, 4) for lane in (four, four + 2, width + four, width + four + 2)]
+        if len(vectors) > 1:
+            pairs = list(zip(vectors[::2], vectors[1::2], strict=True))
+        else:
+            pairs = [(vectors[0], vectors[0])]
+            if run == 4:
+                both = both[: len(both) // 2]
+        vectors = [
+            builder.fadd(_pick(builder, a, b, both), _pick(builder, a, b, [lane + run for lane in both]))
+            for a, b in pairs
+        ]
+        width = len(both)
+    total = vectors[0]
+    return total if width == num else _pick(builder, total, total, list(range(num)))
 
 
 def has_feature(name: str) -> bool:
     """Whether code is made for CPUs with this one, as LLVM calls it."""
     return f"+{name}" in cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+
+
+WIDE = has_feature("avx512f")
+"""Whether registers have 16 lanes, and are 32; else they have 8, and are 16."""
+MOST_ASKED = 256
+"""Bytes of one run of prefetches."""
+NUM_SUMS = 20 if WIDE else 8
+"""Registers for the sums of a decode's pieces; the others hold queries or weights, keys or values."""
+PRODUCT_ROWS, PRODUCT_COLUMNS = (8, 32) if WIDE else (6, 16)
+"""Of one `product`: its sums fill 16 of the 32 registers of AVX-512, 12 of the 16 of AVX2."""
+PRODUCT_TERMS = 4
+"""Inner terms that a `product` takes at a time."""
 
 
 def _piece(num_arguments: int, emit: Callable[..., None]) -> Any:
@@ -134,6 +182,14 @@ def _piece(num_arguments: int, emit: Callable[..., None]) -> Any:
 
         return two
 
+    if num_arguments == 3:
+
+        @intrinsic
+        def three(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
+            return signature, generate
+
+        return three
+
     if num_arguments == 4:
 
         @intrinsic
@@ -142,70 +198,134 @@ def _piece(num_arguments: int, emit: Callable[..., None]) -> Any:
 
         return four
 
-    if num_arguments == 5:
-
-        @intrinsic
-        def five(typingctx: Any, a: Any, b: Any, c: Any, d: Any, e: Any) -> Any:
-            return signature, generate
-
-        return five
-
     @intrinsic
-    def three(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
+    def five(typingctx: Any, a: Any, b: Any, c: Any, d: Any, e: Any) -> Any:
         return signature, generate
 
-    return three
+    return five
+
+
+def _lanes(head_dim: int) -> int:
+    """Lanes of a vector of a decode: a whole register, of which two hold a part of a head."""
+    return 16 if WIDE and head_dim % 32 == 0 else 8
+
+
+def _load_part(builder: Any, address: Any, first: int, lanes: int, kind: Kind) -> tuple[Any, Any]:
+    """2 * lanes cache elements from element `first` on, as float32. Of bf16 those of even index, then those of odd
+    index: a shift and a mask part them, where widening neighbours would take two instructions more.
+    """
+    vector, words = ir.VectorType(FLOAT, lanes), ir.VectorType(INT32, lanes)
+    if kind == "f32":
+        return _load(builder, address, first * 4, vector), _load(builder, address, (first + lanes) * 4, vector)
+    if kind == "f16":
+        halves = ir.VectorType(ir.HalfType(), lanes)
+        low, high = (
+            builder.load(_at(builder, address, at * 2, halves), align=2, typ=halves) for at in (first, first + lanes)
+        )
+        return builder.fpext(low, vector), builder.fpext(high, vector)
+    pairs = builder.load(_at(builder, address, first * 2, words), align=2, typ=words)
+    even = builder.shl(pairs, ir.Constant(words, [16] * lanes))
+    odd = builder.and_(pairs, ir.Constant(words, [-(1 << 16)] * lanes))
+    return builder.bitcast(even, vector), builder.bitcast(odd, vector)
+
+
+def _ask_for(builder: Any, rows: Any, first: int, num: int, kind: Kind) -> None:
+    """Prefetches the 64-byte lines that begin in `num` cache elements from element `first` on. Few at a time, between
+    sums: CPUs drop what is more than they can ask for at once.
+    """
+    size = element_bytes(kind)
+    for offset in range(-(-first * size // 64) * 64, (first + num) * size, 64):
+        _prefetch(builder, rows, offset)
+
+
+def make_part_rows(head_dim: int, num_rows: int, kind: Kind, *, join: bool) -> Any:
+    """piece(rows, out): float32 rows [num_rows, head_dim] in the order in which a decode loads cache elements, or with
+    `join` back from it.
+    """
+    lanes = _lanes(head_dim)
+    orders = [list(range(0, 2 * lanes, 2)), list(range(1, 2 * lanes, 2))]
+    if join:
+        zipped = [lane for pair in zip(range(lanes), range(lanes, 2 * lanes), strict=True) for lane in pair]
+        orders = [zipped[:lanes], zipped[lanes:]]
+    if kind != "bf16":
+        orders = [list(range(lanes)), list(range(lanes, 2 * lanes))]
+
+    def emit(builder: Any, rows: Any, out: Any) -> None:
+        for first in range(0, num_rows * head_dim, 2 * lanes):
+            low, high = _load_part(builder, rows, first, lanes, "f32")
+            for i, order in enumerate(orders):
+                _store(builder, _pick(builder, low, high, order), out, (first + i * lanes) * 4)
+
+    return _piece(2, emit)
 
 
 def make_dot_keys(head_dim: int, group: int, score_stride: int, kind: Kind) -> tuple[Any, int]:
-    """(piece, n): piece(q, keys, scores) dots `group` rows of q [group, head_dim] with n rows of cached keys [n,
-    head_dim].
+    """(piece, n): piece(q, keys, scores, ahead) dots `group` rows of q [group, head_dim], in the order of
+    `make_part_rows`, with n rows of cached keys [n, head_dim], and asks for as many rows from `ahead` on.
 
-    Head g's n results go to scores + g * score_stride floats. n divides 16: as many keys as keep all sums in 24
-    registers.
+    Head g's n results go to scores + g * score_stride floats. n divides 16: two, or as many as are MOST_ASKED
+    bytes, if their sums stay in registers.
     """
-    num = 16
-    while num > 1 and num * group > 24:
+    num, lanes = 2, _lanes(head_dim)
+    while 2 * num <= lanes and 2 * num * head_dim * element_bytes(kind) <= MOST_ASKED:
+        num *= 2
+    while num > 1 and num * group > NUM_SUMS:
         num //= 2
+    vector = ir.VectorType(FLOAT, lanes)
 
-    def emit(builder: Any, q: Any, keys: Any, scores: Any) -> None:
+    def emit(builder: Any, q: Any, keys: Any, scores: Any, ahead: Any) -> None:
         sums: list[list[Any]] = [[None] * num for _ in range(group)]
-        for d in range(0, head_dim, WIDTH):
-            rows = [_load(builder, q, (g * head_dim + d) * 4) for g in range(group)]
+        for d in range(0, head_dim, 2 * lanes):
+            rows = [
+                [_load(builder, q, (g * head_dim + d + i * lanes) * 4, vector) for i in (0, 1)] for g in range(group)
+            ]
             for j in range(num):
-                key = _load_wide(builder, keys, j * head_dim + d, kind)
-                for g in range(group):
-                    before = sums[g][j]
-                    sums[g][j] = builder.fmul(rows[g], key) if before is None else _fma(builder, rows[g], key, before)
+                _ask_for(builder, ahead, j * head_dim + d, 2 * lanes, kind)
+                for i, key in enumerate(_load_part(builder, keys, j * head_dim + d, lanes, kind)):
+                    for g in range(group):
+                        before, row = sums[g][j], rows[g][i]
+                        sums[g][j] = builder.fmul(row, key) if before is None else _fma(builder, row, key, before)
         for g in range(group):
             _store(builder, _lane_sums(builder, sums[g]), scores, g * score_stride * 4)
 
-    return _piece(3, emit), num
+    return _piece(4, emit), num
 
 
-def make_weigh_values(head_dim: int, group: int, score_stride: int, kind: Kind, num: int) -> Any:
-    """piece(weights, values, acc): acc [group, head_dim] += weights @ values for `num` rows of cached values [num,
-    head_dim].
+def make_weigh_values(head_dim: int, group: int, score_stride: int, kind: Kind) -> Any:
+    """piece(weights, values, acc, ahead, num): acc [group, head_dim], in the order of `make_part_rows`, += weights @
+    values for `num` rows of cached values [num, head_dim], and asks for as many rows from `ahead` on.
 
     Head g's `num` weights stand at weights + g * score_stride floats.
     """
-    heads = max(1, min(group, 24 * WIDTH // head_dim))
+    lanes, row_bytes = _lanes(head_dim), head_dim * element_bytes(kind)
+    heads = min(group, NUM_SUMS // 2)
+    across = max(1, NUM_SUMS // heads // 2) * 2 * lanes
+    vector = ir.VectorType(FLOAT, lanes)
 
-    def emit(builder: Any, weights: Any, values: Any, acc: Any) -> None:
-        columns = range(0, head_dim, WIDTH)
-        for g0 in range(0, group, heads):
-            some = range(g0, min(group, g0 + heads))
-            sums = {(g, d): _load(builder, acc, (g * head_dim + d) * 4) for g in some for d in columns}
-            for j in range(num):
-                weight = {g: _splat(builder, weights, (g * score_stride + j) * 4) for g in some}
-                for d in columns:
-                    value = _load_wide(builder, values, j * head_dim + d, kind)
-                    for g in some:
-                        sums[g, d] = _fma(builder, weight[g], value, sums[g, d])
-            for (g, d), total in sums.items():
-                _store(builder, total, acc, (g * head_dim + d) * 4)
+    def emit(builder: Any, weights: Any, values: Any, acc: Any, ahead: Any, num: Any) -> None:
+        for g0, d0 in product(range(0, group, heads), range(0, head_dim, across)):
+            some, columns = range(g0, min(group, g0 + heads)), range(d0, min(head_dim, d0 + across), lanes)
+            sums = {
+                (g, d): cgutils.alloca_once_value(builder, _load(builder, acc, (g * head_dim + d) * 4, vector))
+                for g in some
+                for d in columns
+            }
+            with cgutils.for_range(builder, num) as loop:
+                row = builder.mul(loop.index, ir.Constant(INT64, row_bytes))
+                value_row, ahead_row = builder.add(values, row), builder.add(ahead, row)
+                from_weights = builder.add(weights, builder.mul(loop.index, ir.Constant(INT64, 4)))
+                factors = {g: _splat(builder, from_weights, g * score_stride * 4, lanes) for g in some}
+                for d in columns[::2]:
+                    if not g0:
+                        _ask_for(builder, ahead_row, d, 2 * lanes, kind)
+                    for i, value in enumerate(_load_part(builder, value_row, d, lanes, kind)):
+                        for g in some:
+                            place = sums[g, d + i * lanes]
+                            builder.store(_fma(builder, factors[g], value, builder.load(place, typ=vector)), place)
+            for (g, d), place in sums.items():
+                _store(builder, builder.load(place, typ=vector), acc, (g * head_dim + d) * 4)
 
-    return _piece(3, emit)
+    return _piece(5, emit)
 
 
 def make_transpose_keys(head_dim: int, stride: int, kind: Kind) -> Any:
@@ -238,26 +358,78 @@ def make_widen_row(head_dim: int, kind: Kind) -> Any:
     return _piece(2, emit)
 
 
-def make_product(num_columns: int, a_stride: int, b_stride: int, c_stride: int) -> Any:
-    """piece(a, b, c): c [8, num_columns] += a [8, 16] @ b [16, num_columns]; rows of each lie their stride (in floats)
-    apart.
+def make_softmax_step(head_dim: int, total_bytes: int) -> Any:
+    """piece(scores, peak, acc, num): one more tile of `num` scores, a multiple of 32, for one query row, which becomes
+    weights 2 ** (score - peak). What was summed so far, acc [head_dim] and the total, is rescaled to the new peak.
 
-    num_columns: 16 or 32, so that c stays in registers.
+    The row's total stands `total_bytes` behind its peak. A weight is at least 2 ** -126.
     """
+    pair = range(2)
 
-    def emit(builder: Any, a: Any, b: Any, c: Any) -> None:
-        columns = range(0, num_columns, WIDTH)
-        sums = {(i, j): _load(builder, c, (i * c_stride + j) * 4) for i in range(PRODUCT_ROWS) for j in columns}
-        for k in range(PRODUCT_TERMS):
-            rows = {j: _load(builder, b, (k * b_stride + j) * 4) for j in columns}
-            for i in range(PRODUCT_ROWS):
-                factor = _splat(builder, a, (i * a_stride + k) * 4)
-                for j in columns:
-                    sums[i, j] = _fma(builder, factor, rows[j], sums[i, j])
-        for (i, j), total in sums.items():
-            _store(builder, total, c, (i * c_stride + j) * 4)
+    def emit(builder: Any, scores: Any, peak: Any, acc: Any, num: Any) -> None:
+        steps = builder.udiv(num, ir.Constant(INT64, 2 * WIDTH))
+        before, before_total = _load(builder, peak, 0, FLOAT), _load(builder, peak, total_bytes, FLOAT)
+        highest = [cgutils.alloca_once_value(builder, _spread(builder, before)) for _ in pair]
+        with cgutils.for_range(builder, steps) as loop:
+            at = builder.add(scores, builder.mul(loop.index, ir.Constant(INT64, 8 * WIDTH)))
+            for i in pair:
+                score = _load(builder, at, 4 * WIDTH * i)
+                builder.store(_larger(builder, builder.load(highest[i], typ=VECTOR), score), highest[i])
+        top = _larger(builder, *(builder.load(place, typ=VECTOR) for place in highest))
+        for step in (8, 4, 2, 1):
+            top = _larger(builder, top, _pick(builder, top, top, [lane ^ step for lane in range(WIDTH)]))
+        sums = [cgutils.alloca_once_value(builder, ir.Constant(VECTOR, [0.0] * WIDTH)) for _ in pair]
+        with cgutils.for_range(builder, steps) as loop:
+            at = builder.add(scores, builder.mul(loop.index, ir.Constant(INT64, 8 * WIDTH)))
+            for i in pair:
+                weight = _exp2(builder, builder.fsub(_load(builder, at, 4 * WIDTH * i), top))
+                _store(builder, weight, at, 4 * WIDTH * i)
+                builder.store(builder.fadd(builder.load(sums[i], typ=VECTOR), weight), sums[i])
+        added = builder.fadd(*(builder.load(place, typ=VECTOR) for place in sums))
+        for step in (8, 4, 2, 1):
+            added = builder.fadd(added, _pick(builder, added, added, [lane ^ step for lane in range(WIDTH)]))
+        first = ir.Constant(INT32, 0)
+        after, total = builder.extract_element(top, first), builder.extract_element(added, first)
+        builder.store(after, _at(builder, peak, 0, FLOAT))
+        scale = _exp2(builder, builder.fsub(_spread(builder, before), top))
+        kept = builder.fmul(before_total, builder.extract_element(scale, first))
+        builder.store(builder.fadd(kept, total), _at(builder, peak, total_bytes, FLOAT))
+        with builder.if_then(builder.fcmp_ordered(">", after, before)):
+            for d in range(0, head_dim, WIDTH):
+                _store(builder, builder.fmul(_load(builder, acc, 4 * d), scale), acc, 4 * d)
 
-    return _piece(3, emit)
+    return _piece(4, emit)
+
+
+def make_product(num_columns: int, a_stride: int, b_stride: int, c_stride: int, *, add: bool) -> Any:
+    """piece(a, b, c, num_terms): c [PRODUCT_ROWS, num_columns] = a [PRODUCT_ROWS, num_terms] @ b [num_terms,
+    num_columns], added to what stands there if `add`. Rows of each lie their stride (in floats) apart.
+
+    num_columns: 16, or PRODUCT_COLUMNS, so that c stays in registers. num_terms: a multiple of PRODUCT_TERMS.
+    """
+    columns = range(0, num_columns, WIDTH)
+
+    def emit(builder: Any, a: Any, b: Any, c: Any, num_terms: Any) -> None:
+        zero = ir.Constant(VECTOR, [0.0] * WIDTH)
+        sums = {
+            (i, j): cgutils.alloca_once_value(builder, _load(builder, c, (i * c_stride + j) * 4) if add else zero)
+            for i in range(PRODUCT_ROWS)
+            for j in columns
+        }
+        with cgutils.for_range(builder, builder.udiv(num_terms, ir.Constant(INT64, PRODUCT_TERMS))) as loop:
+            terms = builder.mul(loop.index, ir.Constant(INT64, 4 * PRODUCT_TERMS))
+            from_a, from_b = builder.add(a, terms), builder.add(b, builder.mul(terms, ir.Constant(INT64, b_stride)))
+            for k in range(PRODUCT_TERMS):
+                rows = {j: _load(builder, from_b, (k * b_stride + j) * 4) for j in columns}
+                for i in range(PRODUCT_ROWS):
+                    factor = _splat(builder, from_a, (i * a_stride + k) * 4)
+                    for j in columns:
+                        before = builder.load(sums[i, j], typ=VECTOR)
+                        builder.store(_fma(builder, factor, rows[j], before), sums[i, j])
+        for (i, j), place in sums.items():
+            _store(builder, builder.load(place, typ=VECTOR), c, (i * c_stride + j) * 4)
+
+    return _piece(4, emit)
 
 
 def make_dots(num_rows: int, num_columns: int, num_terms: int, pairs: bool, kind: Kind = "bf16") -> Any:

@@ -1,5 +1,8 @@
 """The compiled attention against `engine/kernels/reference.py`: rotation, cache, windows, prompt tiles and decodes."""
 
+import os
+import subprocess
+import sys
 from typing import NamedTuple
 
 import numpy as np
@@ -11,9 +14,11 @@ pytest.importorskip("numba")
 from engine.kernels import reference
 from engine.runners.cpu_attention import KEY_TILE, Shape, make_attention, scratch_elements, tile_rows
 from engine.runners.cpu_elements import Stored
-from engine.runners.cpu_simd import Kind
+from engine.runners.cpu_simd import WIDE, Kind
 from engine.runners.numba_ops import work_items
 from engine.runners.step_plan import StepPlan
+from tests.engine.test_torch_runner_golden import AVX2_ONLY
+from tests.hang import HANG_S
 
 NUM_LAYERS, LAYER, NUM_BINS = 2, 1, 2
 TOLERANCE = {"f32": 3e-5, "f16": 1.3e-3, "bf16": 1e-2}
@@ -103,6 +108,7 @@ def shape_of(head_dim: int = 64, group: int = 3, block_size: int = 16, kind: Kin
     [
         shape_of(16, 2, rotary=0),
         shape_of(32, 1, kind="bf16", rotary=0),
+        shape_of(32, 12, kind="bf16"),
         shape_of(64, 3),
         shape_of(64, 3, kind="bf16"),
         shape_of(96, 1, rotary=72),
@@ -151,3 +157,29 @@ def test_work_in_a_window_is_shared_out_by_what_it_reads() -> None:
     items, bins = work_items(plan, 1, 32, 2, 100)
     assert whole.tolist() == bins.tolist() == [0, 3, 5]
     assert items[:, 3].tolist() == [0, 3, 4, 1, 2]
+
+
+AVX2_SHAPES = [
+    shape_of(16, 2, rotary=0),
+    shape_of(32, 12, kind="bf16"),
+    shape_of(64, 3),
+    shape_of(64, 3, kind="bf16"),
+    shape_of(96, 1, kind="bf16", rotary=72),
+    shape_of(128, 4, kind="bf16"),
+    shape_of(96, 1, kind="f16", rotary=72),
+    shape_of(128, 4, kind="f16"),
+]
+
+
+def compare_on_avx2() -> None:
+    assert not WIDE
+    for shape in AVX2_SHAPES:
+        compare(MIXED, shape)
+        compare(MIXED, shape, window=48)
+
+
+@pytest.mark.skipif(not WIDE, reason="this CPU knows no more than AVX2")
+def test_the_same_on_a_cpu_that_knows_avx2_alone() -> None:
+    """Other tiles of the products, narrower vectors for decodes."""
+    command = [sys.executable, "-c", "from tests.engine.test_cpu_attention import *; compare_on_avx2()"]
+    subprocess.run(command, env=os.environ | AVX2_ONLY, timeout=HANG_S, check=True)

@@ -8,7 +8,7 @@ that a query sees. The halves of tiles beyond the diagonal, the softmax, widenin
 k and v into the cache take time but count nothing. A decode's bytes are its sequences' K and V, as stored.
 """
 
-import jit.openmp  # noqa: F401  before torch
+import bench.engine_threads  # noqa: F401  before torch
 
 # isort: split
 import argparse

@@ -12,7 +12,7 @@ Everything takes turns and is repeated, and the fastest repeat of each layer and
 programs may use the machine too. A GB is 1e9 bytes.
 """
 
-import jit.openmp  # noqa: F401  before torch, as engines do
+import bench.engine_threads  # noqa: F401  before torch
 
 # isort: split
 import argparse

@@ -56,7 +56,7 @@ for line in sys.stdin:
 """
 
 FLOOR = """
-import jit.openmp, json, pathlib, sys, torch
+import bench.engine_threads, json, pathlib, sys, torch
 from bench.machine import Speeds, layer_weights, take_turns
 from engine.models.registry import read_config
 torch.set_num_threads(2)

@@ -29,6 +29,7 @@ from engine.runner import Runner
 from engine.runners import arithmetic_model
 from engine.runners.arithmetic import ArithmeticRunner
 from engine.scheduler.proposer import NGramProposer
+from jit import own_cores
 from kv_transfer.connecting import ThreadConnector
 from kv_transfer.device.device import Device, KVCache
 from kv_transfer.exports import Export
@@ -103,6 +104,7 @@ def on_cores(cpus: frozenset[int] | None, make: Callable[[ExitStack], EngineLoop
     if cpus is not None:
         try:
             os.sched_setaffinity(0, cpus)
+            own_cores.prepare()
         except OSError as error:  # the machine has changed since the deployment looked: it runs on any
             log.warning("the engine is not kept on its cores", extra={"cpus": sorted(cpus), "error": str(error)})
     return make(resources)

@@ -1,4 +1,5 @@
-"""The threads of parallel loops. numba's and torch's are one pool, and wait asleep.
+"""The threads of parallel loops. numba's and torch's are one pool, and wait asleep unless they have cores of their own
+(own_cores.py).
 
 Both use libgomp, but under two file names: only where numba's is loaded first does torch find it there. Otherwise the
 process has two libraries, and twice as many threads as cores. libgomp reads how threads wait when it is loaded. By
@@ -11,7 +12,8 @@ Import this module before torch.
 import importlib
 import os
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+if "OMP_PROC_BIND" not in os.environ:
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def _load() -> bool:

@@ -94,28 +94,39 @@ def test_no_core_is_two_engines_unless_there_are_too_few() -> None:
 
 
 ENGINE = """
+import os
 import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from cluster.build import build_decode
+from cluster.build import build_decode, on_cores
 from cluster.config import from_tree
 from protocol.messages import Address
 
 pool = {"num_threads": 2, "max_model_len": 256, "num_blocks": 8}
 with ExitStack() as resources:
     config = from_tree({"model": sys.argv[1], "dtype": "float32", "decode": pool, "prefill": {"replicas": 0}})
-    build_decode(config, Address("decode-0", 2), lambda envelope: None, "twopass-test-", resources)
+    make = partial(build_decode, config, Address("decode-0", 2), lambda envelope: None, "twopass-test-")
+    on_cores(CPUS, make, resources)
 print(*{line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line})
 """
 
 
-def test_an_engines_loops_are_one_pool_that_waits_asleep(tmp_path: Path) -> None:
-    """libgomp says itself how its threads wait; two copies of it would be two pools."""
+@pytest.mark.parametrize(
+    ("cpus", "said"),
+    [
+        ("None", {"OMP_WAIT_POLICY = 'PASSIVE'", "OMP_PROC_BIND = 'FALSE'", "GOMP_SPINCOUNT = '0'"}),
+        ("frozenset({min(os.sched_getaffinity(0))})", {"OMP_PROC_BIND = 'TRUE'", "GOMP_SPINCOUNT = '20000'"}),
+    ],
+    ids=["asleep", "on cores of its own"],
+)
+def test_an_engines_loops_are_one_pool_that_knows_how_to_wait(tmp_path: Path, cpus: str, said: set[str]) -> None:
+    """libgomp says itself how its threads wait; two copies of it would be two pools, and would say it twice."""
     write_model_dir(tmp_path)
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     engine = subprocess.run(
-        [sys.executable, "-c", ENGINE, str(tmp_path)],
-        env={**environment, "OMP_DISPLAY_ENV": "true"}, text=True, capture_output=True, check=True, timeout=HANG_S,
+        [sys.executable, "-c", ENGINE.replace("CPUS", cpus), str(tmp_path)],
+        env={**environment, "OMP_DISPLAY_ENV": "verbose"}, text=True, capture_output=True, check=True, timeout=HANG_S,
     )  # fmt: skip
     assert len(engine.stdout.split()) == 1 and "libgomp" in engine.stdout
-    assert engine.stderr.count("OMP_WAIT_POLICY = 'PASSIVE'") == 1
+    assert {line: engine.stderr.count(line) for line in said} == dict.fromkeys(said, 1), engine.stderr

@@ -102,7 +102,7 @@ def run(ours: Decoder, bfloat16: Decoder, float32: Decoder, num_threads: int, *,
     numbers, left, right = torch.ones(READ_BYTES // 4), torch.randn(MATMUL, MATMUL), torch.randn(MATMUL, MATMUL)
     product = torch.empty(MATMUL, MATMUL)
     read, multiply = Fastest([numbers.sum]), Fastest([lambda: torch.mm(left, right, out=product)])
-    passes = {rows: [Fastest(_layer_calls(model, rows)) for model in (ours, bfloat16, float32)] for rows in ROWS}
+    passes = {rows: [Fastest(layer_calls(model, rows)) for model in (ours, bfloat16, float32)] for rows in ROWS}
     for times in passes.values():
         take_turns([read, multiply, *times], rounds_s)
     batches = {f"decode {n} x {CONTEXT}": _batch(n, CONTEXT, 1) for n in DECODES}
@@ -110,7 +110,7 @@ def run(ours: Decoder, bfloat16: Decoder, float32: Decoder, num_threads: int, *,
     steps = {name: Fastest([_step(runner, batch)]) for name, batch in batches.items()}
     take_turns([read, multiply, *steps.values()], rounds_s)
     machine = Machine(num_threads, READ_BYTES / read.seconds / 1e9, 2 * MATMUL**3 / multiply.seconds / 1e9)
-    layers, head = _layer_weights(config), config.vocab_size * config.hidden_size
+    layers, head = layer_weights(config), config.vocab_size * config.hidden_size
     return Figures(
         machine,
         [
@@ -147,7 +147,7 @@ def take_turns(measured: Sequence[Fastest], rounds_s: float) -> None:
             return
 
 
-def _layer_calls(model: Decoder, rows: int) -> list[Callable[[], object]]:
+def layer_calls(model: Decoder, rows: int) -> list[Callable[[], object]]:
     """The linears of each layer."""
     config = model.config
     sizes = (config.hidden_size, config.num_heads * config.head_dim, config.hidden_size, config.intermediate_size)
@@ -169,7 +169,7 @@ def _step(runner: TorchCPURunner, batch: Batch) -> Callable[[], object]:
     return lambda: runner.execute(batch)
 
 
-def _layer_weights(config: ModelConfig) -> int:
+def layer_weights(config: ModelConfig) -> int:
     """Weights of all linears of the layers."""
     heads = config.num_heads * config.head_dim
     qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim

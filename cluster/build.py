@@ -202,7 +202,9 @@ def _cpu_runner(config: ClusterConfig, pool: PoolConfig, cache: npt.NDArray[np.u
     from engine.runners.torch_cpu import TorchCPURunner
 
     torch.set_num_threads(pool.threads)
-    model = load_model(Path(config.model), config.model_dtype, "cpu", longest_sequence(config))
+    model = load_model(
+        Path(config.model), config.model_dtype, "cpu", longest_sequence(config), quantization=config.quantization
+    )
     return TorchCPURunner(
         model,
         torch.from_numpy(cache.reshape(-1)),

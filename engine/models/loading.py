@@ -8,9 +8,10 @@ import torch
 from safetensors import safe_open
 
 from engine.models.checkpoint import check_entries, check_model_dir, read_entries
-from engine.models.config import Dtype, LongRope, ModelConfig, Rope
-from engine.models.decoder import Decoder, Layer, StoredLinear
+from engine.models.config import Dtype, LongRope, ModelConfig, Quantization, Rope
+from engine.models.decoder import Decoder, Layer, Linear, StoredLinear
 from engine.models.ops import Attention
+from engine.models.quantized import Int8Linear, quantize
 from engine.models.registry import FAMILIES
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -23,9 +24,16 @@ Read = Callable[[str], torch.Tensor]
 """Hugging Face tensor name -> tensor in the model's dtype, all on one device."""
 
 
-def load_model(model_dir: Path, dtype: Dtype, device: str = "cpu", max_model_len: int | None = None) -> Decoder:
-    """Loads a checked directory onto a device; `max_model_len` as in `read_config`. Raises ModelError as
-    `check_model_dir` does, before any weight is read.
+def load_model(
+    model_dir: Path,
+    dtype: Dtype,
+    device: str = "cpu",
+    max_model_len: int | None = None,
+    quantization: Quantization = "none",
+) -> Decoder:
+    """Loads a checked directory onto a device; `max_model_len` as in `read_config`. int8 weights, which a CPU alone
+    computes with, are those of the layers' linears. Raises ModelError as `check_model_dir` does, before any weight is
+    read.
     """
     config = check_model_dir(model_dir, max_model_len)
     entries = read_entries(model_dir)
@@ -37,10 +45,10 @@ def load_model(model_dir: Path, dtype: Dtype, device: str = "cpu", max_model_len
         tensor: torch.Tensor = handles[str(entries[name].file)].get_tensor(name)
         return tensor.to(device, TORCH_DTYPES[dtype])
 
-    return build_model(config, dtype, read)
+    return build_model(config, dtype, read, quantization)
 
 
-def build_model(config: ModelConfig, dtype: Dtype, read: Read) -> Decoder:
+def build_model(config: ModelConfig, dtype: Dtype, read: Read, quantization: Quantization = "none") -> Decoder:
     """Assembles a model. Holds one layer twice while it is being joined."""
     embed = read("model.embed_tokens.weight")
     ropes = {config.rope, *((config.sliding.rope,) if config.sliding else ())}
@@ -49,7 +57,7 @@ def build_model(config: ModelConfig, dtype: Dtype, read: Read) -> Decoder:
     for i in range(config.num_layers):
         sliding = config.sliding if config.is_sliding(i) else None
         cos, sin = tables[sliding.rope if sliding else config.rope]
-        layers.append(_layer(config, i, read, cos, sin, sliding.window if sliding else 0))
+        layers.append(_layer(config, i, read, cos, sin, sliding.window if sliding else 0, quantization))
     return Decoder(
         config=config,
         dtype=TORCH_DTYPES[dtype],
@@ -60,19 +68,31 @@ def build_model(config: ModelConfig, dtype: Dtype, read: Read) -> Decoder:
     )
 
 
-def _layer(config: ModelConfig, i: int, read: Read, cos: torch.Tensor, sin: torch.Tensor, window: int) -> Layer:
+def _layer(
+    config: ModelConfig,
+    i: int,
+    read: Read,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    window: int,
+    quantization: Quantization,
+) -> Layer:
     names = FAMILIES[config.architecture].tensors
 
     def joined(parts: tuple[str, ...], kind: str = "weight") -> torch.Tensor:
         tensors = [read(f"model.layers.{i}.{part}.{kind}") for part in parts]
         return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
 
+    def linear(*parts: str, bias: bool = False) -> Linear:
+        weight, added = joined(parts), joined(parts, "bias") if bias else None
+        return StoredLinear(weight, added) if quantization == "none" else Int8Linear(quantize(weight), added)
+
     def norm(name: str) -> torch.Tensor:
         return _norm_weight(config, joined((name,)))
 
     return Layer(
         input_norm=norm(names.input_norm),
-        qkv=StoredLinear(joined(names.qkv), joined(names.qkv, "bias") if config.qkv_bias else None),
+        qkv=linear(*names.qkv, bias=config.qkv_bias),
         attention=Attention(
             layer=i,
             qk_norm=torch.stack([norm(name) for name in names.qk_norm]) if config.qk_norm else None,
@@ -81,11 +101,11 @@ def _layer(config: ModelConfig, i: int, read: Read, cos: torch.Tensor, sin: torc
             window=window,
             scale=config.attention_scale,
         ),
-        o=StoredLinear(joined((names.o,))),
+        o=linear(names.o),
         attended_norm=None if names.attended_norm is None else norm(names.attended_norm),
         mlp_norm=norm(names.mlp_norm),
-        gate_up=StoredLinear(joined(names.gate_up)),
-        down=StoredLinear(joined((names.down,))),
+        gate_up=linear(*names.gate_up),
+        down=linear(names.down),
         down_norm=None if names.down_norm is None else norm(names.down_norm),
     )
 

@@ -51,7 +51,7 @@ WIDENED_ROWS = 4
 WIDENED_ELEMENTS = 2**20
 """float16 weights that are widened at a time, which leaves them in the cache."""
 
-_HAS_NUMBA = find_spec("numba") is not None
+HAS_NUMBA = find_spec("numba") is not None
 _SOURCES = (__file__, str(Path(__file__).with_name("cpu_matmul.py")), str(Path(__file__).with_name("cpu_simd.py")))
 
 _log = logging.getLogger(__name__)
@@ -103,13 +103,20 @@ def _compile(choices: Iterable[Choice]) -> None:
 
 
 def _places(shapes: Sequence[Shape]) -> Iterator[torch.Tensor]:
-    """Memory for the panels of each, one after the other in one piece."""
+    """Memory for the panels of each."""
     if not shapes:
         return
-    from engine.runners.cpu_matmul import huge_pages, panel_bytes
+    from engine.runners.cpu_matmul import panel_bytes
 
-    sizes = [panel_bytes(*shape) for shape in shapes]
-    yield from huge_pages(sum(sizes)).split(sizes)
+    yield from huge_pieces([panel_bytes(*shape) for shape in shapes])
+
+
+def huge_pieces(sizes: Sequence[int]) -> Sequence[torch.Tensor]:
+    """uint8 tensors of these sizes, one after the other in one piece of memory."""
+    from engine.runners.cpu_matmul import huge_pages
+
+    pieces: Sequence[torch.Tensor] = huge_pages(sum(sizes)).split(list(sizes))
+    return pieces
 
 
 def make_linear(
@@ -149,12 +156,16 @@ def widened_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     return linear
 
 
-def chosen(shapes: Sequence[Shape], measured: Callable[[Shape], Mapping[str, Sequence[float]]]) -> dict[Shape, Choice]:
+def chosen(
+    shapes: Sequence[Shape],
+    measured: Callable[[Shape], Mapping[str, Sequence[float]]],
+    sources: Sequence[str] = _SOURCES,
+) -> dict[Shape, Choice]:
     """The choices for these shapes: those that were kept, else by what is `measured`, and then kept. What is wrong with
-    the table makes a start some seconds longer, but never fails it.
+    the table makes a start some seconds longer, but never fails it. sources: of what is measured.
     """
     try:
-        path = cache_dir() / "kernels" / f"linears-{table_key(shapes)}.json"
+        path = cache_dir() / "kernels" / f"linears-{table_key(shapes, sources)}.json"
     except OSError as error:
         _log.warning("choice of linears: %s; measured for this start alone", error)
         return {shape: choose(measured(shape)) for shape in shapes}
@@ -172,13 +183,13 @@ def chosen(shapes: Sequence[Shape], measured: Callable[[Shape], Mapping[str, Seq
     return choices
 
 
-def table_key(shapes: Sequence[Shape]) -> str:
+def table_key(shapes: Sequence[Shape], sources: Sequence[str]) -> str:
     """Stands for all that a choice depends on: CPU and instructions (also those that are masked off), torch,
     shapes, and the sources of what is measured.
     """
     facts = [_cpu_model(), _made_for(), torch.__version__, torch.backends.cpu.get_cpu_capability(), can_pack()]
-    sources = b"".join(digest(Path(path).read_bytes()) for path in _SOURCES)
-    return digest(f"{facts} {list(shapes)}".encode() + sources).hex()
+    digests = b"".join(digest(Path(path).read_bytes()) for path in sources)
+    return digest(f"{facts} {list(shapes)}".encode() + digests).hex()
 
 
 def choose(seconds: Mapping[str, Sequence[float]]) -> Choice:
@@ -208,7 +219,7 @@ def measure_shape(shape: Shape) -> dict[str, list[float]]:
     forms = {"stored": Choice("stored")}
     if can_pack():
         forms |= {"packed": Choice("packed")}
-    if _HAS_NUMBA and _fits_panels(num_in):
+    if HAS_NUMBA and _fits_panels(num_in):
         forms |= {"panels": Choice("panels"), "widened": Choice("panels", 0)}
     with one_thread():
         linears = {
@@ -229,7 +240,7 @@ def one_thread() -> Iterator[None]:
     """Neither torch nor our own kernels use others."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    if _HAS_NUMBA:
+    if HAS_NUMBA:
         import numba
 
         numba_before = numba.get_num_threads()
@@ -238,7 +249,7 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-        if _HAS_NUMBA:
+        if HAS_NUMBA:
             numba.set_num_threads(numba_before)
 
 
@@ -284,7 +295,7 @@ def _fits_panels(num_in: int) -> bool:
 
 def _made_for() -> str:
     """What our own kernels are compiled for."""
-    if not _HAS_NUMBA:
+    if not HAS_NUMBA:
         return ""
     from engine.runners.cpu_matmul import MADE_FOR
 

@@ -225,7 +225,7 @@ class _Scratch(threading.local):
         return self._address
 
 
-_scratch = _Scratch()
+scratch = _Scratch()
 
 
 class PanelLinear:
@@ -250,7 +250,7 @@ class PanelLinear:
             return self._widened(x)
         out = torch.empty(num_rows, self._num_out, dtype=torch.bfloat16)
         x, num_in, (panels, bias) = x.contiguous(), self._num_in, self._addresses
-        work = _scratch.address(scratch_bytes(num_rows, num_in, self._num_bins))
+        work = scratch.address(scratch_bytes(num_rows, num_in, self._num_bins))
         self._matmul(x.data_ptr(), num_rows, num_in, panels, self._num_out, bias, out.data_ptr(), work, self._num_bins)
         return out
 

@@ -107,7 +107,9 @@ def divergences(model_dir: Path) -> dict[str, Divergence]:
     found = {}
     for dtype, quantization in FORMS:
         logits = teacher_forced(load_model(model_dir, dtype, quantization=quantization), prompts, answers)
-        found[f"{dtype}, quantization {quantization}"] = divergence(logits, float32, [token for answer in answers for token in answer])
+        found[f"{dtype}, quantization {quantization}"] = divergence(
+            logits, float32, [token for answer in answers for token in answer]
+        )
     return found
 
 

@@ -188,7 +188,7 @@ def make_group_tiles(most_rows: int, vectors: tuple[int, ...], *, pairs: bool) -
             for row in places:
                 for place in row:
                     builder.store(zero, place)
-            with cgutils.for_range(builder, ir.Constant(INT64, GROUP // 2)) as loop:
+            with cgutils.for_range(builder, _opaque(builder, GROUP // 2)) as loop:
                 terms = builder.add(first, builder.mul(loop.index, ir.Constant(INT64, 4 if pairs else 8)))
                 values = builder.add(group, builder.mul(loop.index, ir.Constant(INT64, 2 * PANEL)))
                 cpu_simd._prefetch(builder, values, cpu_simd.AHEAD)
@@ -215,6 +215,14 @@ def make_group_tiles(most_rows: int, vectors: tuple[int, ...], *, pairs: bool) -
         builder.position_at_end(done)
 
     return cpu_simd._piece(5, emit)
+
+
+def _opaque(builder: Any, number: int) -> Any:
+    """A number of turns that the compiler does not know: it would unroll the loop, into more code than the CPU's cache
+    of decoded instructions holds for all numbers of rows.
+    """
+    kind = ir.FunctionType(INT64, [INT64])
+    return builder.asm(kind, "", "=r,0", [ir.Constant(INT64, number)], False)
 
 
 def _load_int8(builder: Any, address: Any, num_bytes: int) -> Any:

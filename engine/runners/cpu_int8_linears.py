@@ -22,14 +22,13 @@ from engine.runners.cpu_linears import (
     Shape,
     chosen,
     fastest_calls,
-    huge_pieces,
     one_thread,
 )
 from jit.loops_compile import one_compiles
 
 _SOURCES = tuple(
     str(Path(__file__).with_name(name))
-    for name in ("cpu_int8_linears.py", "cpu_int8_matmul.py", "cpu_matmul.py", "cpu_simd.py")
+    for name in ("cpu_int8_linears.py", "cpu_int8_matmul.py", "cpu_int8_simd.py", "cpu_matmul.py", "cpu_simd.py")
 )
 
 
@@ -46,6 +45,7 @@ def fit_int8_linears(model: Decoder, num_threads: int) -> None:
     if not linears or not HAS_NUMBA:
         return
     from engine.runners.cpu_int8_matmul import panel_bytes
+    from engine.runners.cpu_matmul import huge_pieces
 
     shapes = sorted({_shape(weight) for _, weight in linears})
     with one_compiles(_SOURCES):

@@ -12,17 +12,16 @@ many rows, panels are widened for it a few at a time.
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
-from llvmlite import ir
 from numba import prange
-from numba.core import cgutils
 from numba.extending import register_jitable
 
 from engine.models.config import INT8_GROUP as GROUP
 from engine.models.quantized import Int8Weight
-from engine.runners import cpu_matmul, cpu_simd
+from engine.runners import cpu_int8_simd, cpu_matmul, cpu_simd
+from engine.runners.cpu_int8_simd import GROUP_BYTES, make_group_tiles, make_widen_group, pitch_of
 from engine.runners.cpu_matmul import (
     BLOCK_ROWS,
     BLOCK_TERMS,
@@ -37,14 +36,11 @@ from engine.runners.cpu_matmul import (
     scratch,
     scratch_bytes,
 )
-from engine.runners.cpu_simd import INT64, VECTOR, WIDTH, WORDS, Kind, make_copy, make_round
+from engine.runners.cpu_simd import Kind, make_copy, make_round
 from jit.kernel_cache import compiled, variant
 
-SOURCES = (__file__, cpu_matmul.__file__, cpu_simd.__file__)
+SOURCES = (__file__, cpu_int8_simd.__file__, cpu_matmul.__file__, cpu_simd.__file__)
 
-GROUP_BYTES = GROUP * PANEL + 2 * PANEL
-"""Of one group of a panel: values [GROUP, PANEL], then scales [PANEL]."""
-BYTES = ir.VectorType(ir.IntType(8), WIDTH)
 WIDENED_TERMS = 1 << 17
 """About as many weights are widened at a time: their 512 KiB stay in the L2 cache, and torch's call pays."""
 KINDS: dict[torch.dtype, Kind] = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
@@ -70,17 +66,12 @@ def panel_bytes(num_out: int, num_in: int) -> int:
     return -(-num_out // PANEL) * (num_in // GROUP) * GROUP_BYTES
 
 
-def _pitch(*, pairs: bool) -> int:
-    """4-byte words of a row of one block of x; 64 bytes more, so that rows do not meet in one set of the cache."""
-    return BLOCK_TERMS // (2 if pairs else 1) + 16
-
-
 @functools.cache
 def make_matmul(kind: Kind, *, pairs: bool = PAIRS, wide: bool = WIDE) -> Matmul:
     """x is of `kind`. out: bf16 [rows, num_out] if that is its kind, else float32 [rows, PANEL times the panels]."""
     pairs = pairs and kind == "bf16"
     KEY = f"{kind}_{'pairs' if pairs else 'widened'}_{'wide' if wide else 'narrow'}"
-    PITCH, PANEL_BYTES, BLOCK_GROUPS = 4 * _pitch(pairs=pairs), 4 * PANEL, BLOCK_TERMS // GROUP
+    PITCH, PANEL_BYTES, BLOCK_GROUPS = 4 * pitch_of(pairs=pairs), 4 * PANEL, BLOCK_TERMS // GROUP
     X_BYTES, OUT_BYTES = 4 if kind == "f32" else 2, 2 if kind == "bf16" else 4
     place_row, add_block, end_row = _make_place_row(kind, pairs, KEY), _make_add_block(pairs, wide, KEY), _end(kind)
     begin = make_copy(PANEL_BYTES)
@@ -133,7 +124,7 @@ def _end(kind: Kind) -> Callable[[int, int, int], None]:
 
 
 def _make_place_row(kind: Kind, pairs: bool, key: str) -> Callable[[int, int, int, int], None]:
-    PITCH, X_BYTES, STEP_BYTES = 4 * _pitch(pairs=pairs), 4 if kind == "f32" else 2, (2 if pairs else 4) * GROUP
+    PITCH, X_BYTES, STEP_BYTES = 4 * pitch_of(pairs=pairs), 4 if kind == "f32" else 2, (2 if pairs else 4) * GROUP
     place = make_copy(2 * GROUP) if pairs else cpu_simd.make_widen_row(GROUP, kind)
 
     def place_row(x: int, num_in: int, to: int, rows: int) -> None:
@@ -146,7 +137,7 @@ def _make_place_row(kind: Kind, pairs: bool, key: str) -> Callable[[int, int, in
 
 
 def _make_add_block(pairs: bool, wide: bool, key: str) -> Callable[[int, int, int, int, int], None]:
-    PITCH, PANEL_BYTES = 4 * _pitch(pairs=pairs), 4 * PANEL
+    PITCH, PANEL_BYTES = 4 * pitch_of(pairs=pairs), 4 * PANEL
     FEW, TILE = (12, 12) if wide else (3, 6)
     whole = make_group_tiles(FEW, (0, 1), pairs=pairs)
     low, high = (whole, whole) if wide else (make_group_tiles(TILE, (v,), pairs=pairs) for v in (0, 1))
@@ -171,90 +162,6 @@ def _make_add_block(pairs: bool, wide: bool, key: str) -> Callable[[int, int, in
     return cast(Callable[[int, int, int, int, int], None], register_jitable(variant(add_block, key)))
 
 
-def make_group_tiles(most_rows: int, vectors: tuple[int, ...], *, pairs: bool) -> Any:
-    """piece(rows, x, panel, sums, n), for 1 to `most_rows` rows: sums [rows, PANEL] += the products of n groups, in
-    float32, in these of a panel's vectors of 16 outputs.
-
-    x: rows `_pitch` 4-byte words apart; a word is two bf16 if `pairs`, else one float32.
-    """
-    add, pitch = _add_pairs if pairs else _add_terms, 4 * _pitch(pairs=pairs)
-
-    def emit_rows(builder: Any, rows: int, x: Any, panel: Any, sums: Any, n: Any) -> None:
-        zero = ir.Constant(VECTOR, [0.0] * WIDTH)
-        places = [[cgutils.alloca_once(builder, VECTOR) for _ in vectors] for _ in range(rows)]
-        with cgutils.for_range(builder, n) as groups:
-            group = builder.add(panel, builder.mul(groups.index, ir.Constant(INT64, GROUP_BYTES)))
-            first = builder.add(x, builder.mul(groups.index, ir.Constant(INT64, (2 if pairs else 4) * GROUP)))
-            for row in places:
-                for place in row:
-                    builder.store(zero, place)
-            with cgutils.for_range(builder, _opaque(builder, GROUP // 2)) as loop:
-                terms = builder.add(first, builder.mul(loop.index, ir.Constant(INT64, 4 if pairs else 8)))
-                values = builder.add(group, builder.mul(loop.index, ir.Constant(INT64, 2 * PANEL)))
-                cpu_simd._prefetch(builder, values, cpu_simd.AHEAD)
-                wide = [[_load_int8(builder, values, odd * PANEL + v * WIDTH) for odd in (0, 1)] for v in vectors]
-                add(builder, terms, wide, pitch, places)
-            cpu_simd._prefetch(builder, group, cpu_simd.AHEAD + GROUP * PANEL)
-            scales = [cpu_simd._load_halves(builder, group, GROUP * PANEL + 2 * WIDTH * v) for v in vectors]
-            for r, row in enumerate(places):
-                for v, place, scale in zip(vectors, row, scales, strict=True):
-                    at = 4 * (r * PANEL + v * WIDTH)
-                    total = cpu_simd._load(builder, sums, at)
-                    total = cpu_simd._fma(builder, builder.load(place, typ=VECTOR), scale, total)
-                    cpu_simd._store(builder, total, sums, at)
-
-    def emit(builder: Any, rows: Any, x: Any, panel: Any, sums: Any, n: Any) -> None:
-        done = builder.append_basic_block("groups.done")
-        choice = builder.switch(rows, done)
-        for num in range(1, most_rows + 1):
-            block = builder.append_basic_block(f"groups.{num}")
-            choice.add_case(ir.Constant(INT64, num), block)
-            builder.position_at_end(block)
-            emit_rows(builder, num, x, panel, sums, n)
-            builder.branch(done)
-        builder.position_at_end(done)
-
-    return cpu_simd._piece(5, emit)
-
-
-def _opaque(builder: Any, number: int) -> Any:
-    """A number of turns that the compiler does not know: it would unroll the loop, into more code than the CPU's cache
-    of decoded instructions holds for all numbers of rows.
-    """
-    kind = ir.FunctionType(INT64, [INT64])
-    return builder.asm(kind, "", "=r,0", [ir.Constant(INT64, number)], False)
-
-
-def _load_int8(builder: Any, address: Any, num_bytes: int) -> Any:
-    """16 int8 as float32."""
-    values = builder.load(cpu_simd._at(builder, address, num_bytes, BYTES), align=1, typ=BYTES)
-    return builder.sitofp(builder.sext(values, WORDS), VECTOR)
-
-
-def _add_terms(builder: Any, x: Any, wide: list[list[Any]], pitch: int, places: list[list[Any]]) -> None:
-    """Two terms of each row of x, `pitch` bytes apart, by the weights of each vector."""
-    for odd in (0, 1):
-        for r, row in enumerate(places):
-            term = cpu_simd._splat(builder, x, r * pitch + 4 * odd)
-            for place, weights in zip(row, wide, strict=True):
-                total = builder.load(place, typ=VECTOR)
-                builder.store(cpu_simd._fma(builder, term, weights[odd], total), place)
-
-
-def _add_pairs(builder: Any, x: Any, wide: list[list[Any]], pitch: int, places: list[list[Any]]) -> None:
-    """As `_add_terms`, by the instruction that multiplies bf16 in pairs: the upper halves of the weights' float32,
-    whose lower halves are zero.
-    """
-    add_products, pairs = cpu_simd._pair_products(builder), []
-    for even, odd in wide:
-        low = builder.lshr(builder.bitcast(even, WORDS), ir.Constant(WORDS, [16] * WIDTH))
-        pairs.append(builder.bitcast(builder.or_(low, builder.bitcast(odd, WORDS)), cpu_simd.PAIRS))
-    for r, row in enumerate(places):
-        terms = builder.bitcast(cpu_simd._splat(builder, x, r * pitch), cpu_simd.PAIRS)
-        for place, weights in zip(row, pairs, strict=True):
-            builder.store(builder.call(add_products, [builder.load(place, typ=VECTOR), terms, weights]), place)
-
-
 class WidenPanels(Protocol):
     """out [num_in, columns] float32 = the transposed weights of the panels from address `panels` on, by `num_bins`
     threads; `out` is an address.
@@ -265,18 +172,7 @@ class WidenPanels(Protocol):
 
 @functools.cache
 def make_widen_panels() -> WidenPanels:
-    PANEL_BYTES = 4 * PANEL
-
-    def emit(builder: Any, group: Any, out: Any, row_bytes: Any) -> None:
-        for v in range(PANEL // WIDTH):
-            scale = cpu_simd._load_halves(builder, group, GROUP * PANEL + 2 * WIDTH * v)
-            with cgutils.for_range(builder, ir.Constant(INT64, GROUP)) as loop:
-                values = builder.add(group, builder.mul(loop.index, ir.Constant(INT64, PANEL)))
-                to = builder.add(out, builder.mul(loop.index, row_bytes))
-                wide = builder.fmul(_load_int8(builder, values, v * WIDTH), scale)
-                cpu_simd._store(builder, wide, to, 4 * WIDTH * v)
-
-    widen_group = cpu_simd._piece(3, emit)
+    widen_group, PANEL_BYTES = make_widen_group(), 4 * PANEL
 
     def widen_int8_panels(panels: int, num_in: int, num_panels: int, out: int, num_bins: int) -> None:
         num_groups, row_bytes = num_in // GROUP, num_panels * PANEL_BYTES

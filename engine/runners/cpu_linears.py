@@ -33,6 +33,7 @@ from jit.loops_compile import one_compiles
 Make = Callable[[torch.Tensor, torch.Tensor | None], Linear]
 Shape = tuple[int, int]
 """(out, in)"""
+Measure = Callable[[Shape], Mapping[str, Sequence[float]]]
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 """The numbers of rows that are measured."""
@@ -106,17 +107,9 @@ def _places(shapes: Sequence[Shape]) -> Iterator[torch.Tensor]:
     """Memory for the panels of each."""
     if not shapes:
         return
-    from engine.runners.cpu_matmul import panel_bytes
+    from engine.runners.cpu_matmul import huge_pieces, panel_bytes
 
     yield from huge_pieces([panel_bytes(*shape) for shape in shapes])
-
-
-def huge_pieces(sizes: Sequence[int]) -> Sequence[torch.Tensor]:
-    """uint8 tensors of these sizes, one after the other in one piece of memory."""
-    from engine.runners.cpu_matmul import huge_pages
-
-    pieces: Sequence[torch.Tensor] = huge_pages(sum(sizes)).split(list(sizes))
-    return pieces
 
 
 def make_linear(
@@ -156,11 +149,7 @@ def widened_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     return linear
 
 
-def chosen(
-    shapes: Sequence[Shape],
-    measured: Callable[[Shape], Mapping[str, Sequence[float]]],
-    sources: Sequence[str] = _SOURCES,
-) -> dict[Shape, Choice]:
+def chosen(shapes: Sequence[Shape], measured: Measure, sources: Sequence[str] = _SOURCES) -> dict[Shape, Choice]:
     """The choices for these shapes: those that were kept, else by what is `measured`, and then kept. What is wrong with
     the table makes a start some seconds longer, but never fails it. sources: of what is measured.
     """

@@ -12,6 +12,10 @@ Quantization = Literal["none", "int8"]
 """Of the weights of the layers' linears (quantized.py)."""
 INT8_GROUP = 32
 """Inputs of an output whose int8 weights share a scale; the last group may have fewer."""
+INT8_VALUES, INT8_SCALES = ".int8_values", ".int8_scales"
+"""Endings, in place of `.weight`, of the tensors that hold a linear's weights in int8 beside the others: int8 [out, in]
+and float16 [out, ceil(in / INT8_GROUP)]. They stand in what was converted from GGUF's Q8_0.
+"""
 Activation = Literal["silu", "gelu_tanh"]
 """What the gate of an MLP passes through; `gelu_tanh` is GELU by its tanh approximation."""
 

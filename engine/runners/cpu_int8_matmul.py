@@ -18,6 +18,7 @@ import torch
 from numba import prange
 from numba.extending import register_jitable
 
+from engine.models import config
 from engine.models.config import INT8_GROUP as GROUP
 from engine.models.quantized import Int8Weight
 from engine.runners import cpu_int8_simd, cpu_matmul, cpu_simd
@@ -39,7 +40,7 @@ from engine.runners.cpu_matmul import (
 from engine.runners.cpu_simd import Kind, make_copy, make_round
 from jit.kernel_cache import compiled, variant
 
-SOURCES = (__file__, cpu_int8_simd.__file__, cpu_matmul.__file__, cpu_simd.__file__)
+SOURCES = (__file__, config.__file__, cpu_int8_simd.__file__, cpu_matmul.__file__, cpu_simd.__file__)
 
 WIDENED_TERMS = 1 << 17
 """About as many weights are widened at a time: their 512 KiB stay in the L2 cache, and torch's call pays."""

@@ -49,7 +49,7 @@ def fit_int8_linears(model: Decoder, num_threads: int) -> None:
 
     shapes = sorted({_shape(weight) for _, weight in linears})
     with one_compiles(_SOURCES):
-        choices = chosen(shapes, partial(measure_shape, model.dtype), _SOURCES)
+        choices = chosen(shapes, partial(measure_shape, model.dtype), _SOURCES, model.dtype)
         for widened_from in {0 if choice.widened_from < NEVER else NEVER for choice in choices.values()}:
             _compile(model.dtype, widened_from)
     places = huge_pieces([panel_bytes(*_shape(weight)) for _, weight in linears])

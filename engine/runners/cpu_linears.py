@@ -149,12 +149,14 @@ def widened_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     return linear
 
 
-def chosen(shapes: Sequence[Shape], measured: Measure, sources: Sequence[str] = _SOURCES) -> dict[Shape, Choice]:
+def chosen(
+    shapes: Sequence[Shape], measured: Measure, sources: Sequence[str] = _SOURCES, dtype: torch.dtype = torch.bfloat16
+) -> dict[Shape, Choice]:
     """The choices for these shapes: those that were kept, else by what is `measured`, and then kept. What is wrong with
-    the table makes a start some seconds longer, but never fails it. sources: of what is measured.
+    the table makes a start some seconds longer, but never fails it. sources, dtype: of what is measured.
     """
     try:
-        path = cache_dir() / "kernels" / f"linears-{table_key(shapes, sources)}.json"
+        path = cache_dir() / "kernels" / f"linears-{table_key(shapes, sources, dtype)}.json"
     except OSError as error:
         _log.warning("choice of linears: %s; measured for this start alone", error)
         return {shape: choose(measured(shape)) for shape in shapes}
@@ -172,11 +174,9 @@ def chosen(shapes: Sequence[Shape], measured: Measure, sources: Sequence[str] = 
     return choices
 
 
-def table_key(shapes: Sequence[Shape], sources: Sequence[str]) -> str:
-    """Stands for all that a choice depends on: CPU and instructions (also those that are masked off), torch,
-    shapes, and the sources of what is measured.
-    """
-    facts = [_cpu_model(), _made_for(), torch.__version__, torch.backends.cpu.get_cpu_capability(), can_pack()]
+def table_key(shapes: Sequence[Shape], sources: Sequence[str], dtype: torch.dtype) -> str:
+    """Stands for all that a choice depends on, instructions that are masked off included."""
+    facts = [_cpu_model(), _made_for(), torch.__version__, torch.backends.cpu.get_cpu_capability(), can_pack(), dtype]
     digests = b"".join(digest(Path(path).read_bytes()) for path in sources)
     return digest(f"{facts} {list(shapes)}".encode() + digests).hex()
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from engine.models.loading import TORCH_DTYPES, build_model
 from engine.models.quantized import Int8Linear, Int8Weight, dequantize, quantize, widened_linear
 from engine.runners import cpu_int8_linears
 from engine.runners.cpu_int8_linears import fit_int8_linears, make_linear
-from engine.runners.cpu_linears import HAS_NUMBA, NEVER, ROWS, one_thread
+from engine.runners.cpu_linears import HAS_NUMBA, NEVER, ROWS, Choice, Shape, one_thread
 from tests.engine.test_torch_runner_golden import AVX2_ONLY
 from tests.engine.tiny_llama import TINY, random_tensors
 from tests.hang import HANG_S
@@ -109,7 +110,7 @@ def test_a_row_does_not_depend_on_those_beside_it(num_threads: int) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_model_holds_int8_in_its_linears_alone_and_once(dtype: Dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """TINY's `down` has 80 inputs, no whole groups: it stays with torch."""
-    monkeypatch.setattr(cpu_int8_linears, "measure_shape", lambda dtype, shape: {"panels": [1.0] * len(ROWS)})
+    monkeypatch.setattr(cpu_int8_linears, "chosen", lambda shapes, *_: dict.fromkeys(shapes, Choice("panels")))
     tensors = random_tensors(TINY, TORCH_DTYPES[dtype])
     model = build_model(TINY, dtype, tensors.__getitem__, "int8")
     assert torch.equal(model.embed, tensors["model.embed_tokens.weight"])
@@ -134,6 +135,25 @@ def test_without_numba_torch_computes_them(monkeypatch: pytest.MonkeyPatch) -> N
     assert isinstance(linear, Int8Linear) and linear.weight is not None
     x = torch.randn(5, TINY.num_heads * TINY.head_dim).bfloat16()
     check_close(linear(x), x, linear.weight, None)
+
+
+@pytest.mark.skipif(not HAS_NUMBA, reason="needs numba")
+def test_each_dtype_has_a_table_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TWOPASS_CACHE", str(tmp_path))
+    monkeypatch.setattr(cpu_int8_linears, "make_linear", lambda *_: lambda x: x)
+    monkeypatch.setattr(cpu_int8_linears, "_compile", lambda *_: None)
+    asked: list[torch.dtype] = []
+
+    def measure_shape(dtype: torch.dtype, shape: Shape) -> dict[str, list[float]]:
+        asked.append(dtype)
+        return {"panels": [1.0] * len(ROWS)}
+
+    monkeypatch.setattr(cpu_int8_linears, "measure_shape", measure_shape)
+    dtypes: list[Dtype] = ["bfloat16", "float16", "float32"]
+    for name in dtypes * 2:
+        tensors = random_tensors(TINY, TORCH_DTYPES[name])
+        fit_int8_linears(build_model(TINY, name, tensors.__getitem__, "int8"), 1)
+    assert len(asked) == 3 * 3 and set(asked) == set(MANTISSAS), "three shapes, measured once for each dtype"
 
 
 @pytest.mark.skipif(not HAS_NUMBA, reason="needs numba")

@@ -58,6 +58,7 @@ docs: setup
 bench: setup
 	$(BIN)/python -m bench.scheduler_time --json
 	$(BIN)/python -m bench.runner
+	$(BIN)/python -m bench.quantization
 	$(BIN)/python -m bench.transfer --json
 	$(BIN)/python -m bench.router_overhead
 	$(BIN)/python -m bench.serving

@@ -44,7 +44,7 @@ class Expected(NamedTuple):
 
     def relative_rms(self, logits: torch.Tensor) -> float:
         """Root mean square error of bfloat16's `logits` [P, vocab_size] divided by the expected one; near 1."""
-        return _centred(logits - self.logits).square().mean().sqrt().item() / self.rms
+        return centred(logits - self.logits).square().mean().sqrt().item() / self.rms
 
 
 def expected_errors(model: Decoder, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> Expected:
@@ -58,7 +58,7 @@ def expected_errors(model: Decoder, prompts: Sequence[list[int]], answers: Seque
     likeliest = logits.topk(1 + NUM_RIVALS, dim=1).indices.expand(NUM_DRAWS, -1, -1)
     moved = errors.gather(2, likeliest)
     gap_deviations = (moved[:, :, 1:] - moved[:, :, :1]).square().mean((0, 2)).sqrt()
-    return Expected(logits, _centred(errors).square().mean().sqrt().item(), gap_deviations)
+    return Expected(logits, centred(errors).square().mean().sqrt().item(), gap_deviations)
 
 
 def teacher_forced(model: Decoder, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> torch.Tensor:
@@ -131,6 +131,6 @@ def with_linears(model: Decoder, change: Callable[[Linear], Linear], change_qkv:
     )
 
 
-def _centred(errors: torch.Tensor) -> torch.Tensor:
+def centred(errors: torch.Tensor) -> torch.Tensor:
     """Errors minus their mean at each position: an error common to all logits changes no choice and no probability."""
     return errors - errors.mean(-1, keepdim=True)

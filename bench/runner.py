@@ -69,7 +69,7 @@ def run(ours: Decoder, bfloat16: Decoder, float32: Decoder, num_threads: int, *,
     config = ours.config
     runner = TorchCPURunner(ours, _cache(ours), block_size=BLOCK_SIZE, num_threads=num_threads)
     speeds = Speeds()
-    passes = {rows: [Fastest(_layer_calls(model, rows)) for model in (ours, bfloat16, float32)] for rows in ROWS}
+    passes = {rows: [Fastest(layer_calls(model, rows)) for model in (ours, bfloat16, float32)] for rows in ROWS}
     for times in passes.values():
         take_turns([*speeds.parts, *times], rounds_s)
     batches = {f"decode {n} x {CONTEXT}": _batch(n, CONTEXT, 1) for n in DECODES}
@@ -100,7 +100,7 @@ def run(ours: Decoder, bfloat16: Decoder, float32: Decoder, num_threads: int, *,
     )
 
 
-def _layer_calls(model: Decoder, rows: int) -> list[Callable[[], object]]:
+def layer_calls(model: Decoder, rows: int) -> list[Callable[[], object]]:
     """The linears of each layer."""
     config = model.config
     sizes = (config.hidden_size, config.num_heads * config.head_dim, config.hidden_size, config.intermediate_size)

@@ -213,7 +213,9 @@ def _cpu_runner(config: ClusterConfig, pool: PoolConfig, cache: npt.NDArray[np.u
 
     torch.set_num_threads(pool.threads)
     with phase("weights"):
-        model = load_model(Path(config.model), config.model_dtype, "cpu", longest_sequence(config))
+        model = load_model(
+            Path(config.model), config.model_dtype, "cpu", longest_sequence(config), quantization=config.quantization
+        )
     with phase("kernels"):
         return TorchCPURunner(
             model,

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from cluster.scalars import argument, parse, typed
 from engine.config import EngineConfig
-from engine.models.config import Dtype
+from engine.models.config import Dtype, Quantization
 from kv_transfer.config import TransferConfig
 from protocol.errors import ConfigError
 from protocol.log import LogLevel
@@ -75,6 +75,8 @@ class ClusterConfig:
     """A Hugging Face directory: config.json, safetensors, tokenizer.json. The arithmetic runner needs none."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """What the model computes in; all sums are float32. auto: what the checkpoint holds. float32 is exact."""
+    quantization: Quantization = "none"
+    """int8: the layers' linears have weights in 8 bits, on CPUs alone; head and embedding stay as they are."""
     runner: Literal["torch", "arithmetic"] = "torch"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: each pool computes on what it was given, on GPUs where `num_gpus` is 1. cpu and cuda refuse a pool that was
@@ -97,6 +99,8 @@ class ClusterConfig:
                 f"prefill.block_size: {self.prefill.engine.block_size} differs from decode.block_size "
                 f"{self.decode.engine.block_size}: blocks are copied whole between the pools"
             )
+        if self.quantization != "none" and self.runner == "arithmetic":
+            raise ConfigError(f"quantization: {self.quantization}, but the arithmetic runner has no weights")
         if self.router.disaggregation == "strict" and not self.prefill.replicas:
             raise ConfigError("router.disaggregation: strict refuses every request where prefill.replicas is 0")
         for name, pool in self.pools.items():
@@ -127,11 +131,15 @@ class ClusterConfig:
         if self.device not in ("auto", self.device_of(pool)):
             wanted = "0" if pool.num_gpus else "1: an engine takes one GPU"
             raise ConfigError(f"{name}.num_gpus: {pool.num_gpus}, but device {self.device} needs {wanted}")
+        if self.quantization != "none" and pool.num_gpus:
+            raise ConfigError(
+                f"quantization: {self.quantization} is computed on CPUs alone, but {name}.num_gpus is {pool.num_gpus}"
+            )
         if self.transfer.checksum and pool.num_gpus:
             raise ConfigError(f"transfer.checksum: reads KV on the host, but {name}.num_gpus is {pool.num_gpus}")
 
 
-_SCALARS = ("model", "dtype", "runner", "device", "log_level")
+_SCALARS = ("model", "dtype", "quantization", "runner", "device", "log_level")
 _SECTIONS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(get_args(PoolName), _POOL_KNOBS),
     "transfer": tuple(f.name for f in fields(TransferConfig)),

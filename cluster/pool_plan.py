@@ -8,14 +8,14 @@ ceilings          sequences at once that each budget allows; the lowest one belo
 """
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, prod
 from typing import Literal
 
 from cluster.config import ClusterConfig, PoolConfig
 from cluster.served_model import DEFAULT_KV_CACHE_BYTES
 from engine.config import EngineConfig
-from engine.models.checkpoint import num_parameters
-from engine.models.config import ModelConfig, kv_layout_fields
+from engine.models.checkpoint import expected_shapes
+from engine.models.config import INT8_GROUP, ModelConfig, kv_layout_fields
 from engine.runners import arithmetic_model
 from kv_transfer.layout import KVLayout
 from protocol.errors import ConfigError
@@ -81,7 +81,7 @@ def pool_plan(
 ) -> PoolPlan:
     engine = pool.engine
     layout = _layout(config, model, engine.block_size)
-    weight_bytes = num_parameters(model) * DTYPE_BYTES[config.model_dtype] if model else 0
+    weight_bytes = _weight_bytes(config, model) if model else 0
     activation_bytes = _activation_bytes(model, engine, DTYPE_BYTES[config.model_dtype]) if model else 0
     num_bytes = None if device_memory_bytes is None else int(engine.gpu_memory_utilization * device_memory_bytes)
     free_bytes = None if num_bytes is None else num_bytes - weight_bytes - activation_bytes
@@ -117,10 +117,21 @@ def pool_plan(
     )
 
 
+def _weight_bytes(config: ClusterConfig, model: ModelConfig) -> int:
+    """Of one engine. With int8 the matrices of the layers have a byte for each weight, and two for each scale."""
+    num_bytes = 0
+    for name, shape in expected_shapes(model).items():
+        if config.quantization == "int8" and name.startswith("model.layers.") and len(shape) == 2:
+            num_bytes += shape[0] * (shape[1] + 2 * ceil(shape[1] / INT8_GROUP))
+        else:
+            num_bytes += prod(shape) * DTYPE_BYTES[config.model_dtype]
+    return num_bytes
+
+
 def _layout(config: ClusterConfig, model: ModelConfig | None, block_size: int) -> KVLayout:
     if model is None:
         return KVLayout(**arithmetic_model.kv_layout_fields(block_size))
-    return KVLayout(**kv_layout_fields(model, config.model_dtype, block_size))
+    return KVLayout(**kv_layout_fields(model, config.model_dtype, block_size, config.quantization))
 
 
 def _activation_bytes(model: ModelConfig, engine: EngineConfig, dtype_bytes: int) -> int:

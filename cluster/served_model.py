@@ -51,7 +51,7 @@ def serve_model(config: ClusterConfig) -> ServedModel:
         path = Path(config.model)
         model = check_model_dir(path, longest_sequence(config))
         served = ServedModel(
-            layout_fields={**kv_layout_fields(model, config.model_dtype, 1)},
+            layout_fields={**kv_layout_fields(model, config.model_dtype, 1, config.quantization)},
             eos_token_ids=eos_token_ids(path),
             max_model_len=model.max_position_embeddings,
             vocab_size=model.vocab_size,

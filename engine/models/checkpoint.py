@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engine.models.config import Dtype, ModelConfig, shape_text
+from engine.models.config import INT8_GROUP, INT8_SCALES, INT8_VALUES, Dtype, ModelConfig, shape_text
 from engine.models.config_file import ConfigFile, read_json
 from engine.models.registry import FAMILIES, read_config
 from protocol.errors import ModelError
@@ -105,11 +105,31 @@ def check_entries(model_dir: Path, config: ModelConfig, entries: dict[str, Tenso
             raise ModelError(
                 f"{entry.file}: tensor {name} has dtype {entry.dtype}, expected one of {', '.join(DTYPES)}"
             )
+    quantized = _quantized_entries(shapes)
     for name in sorted(entries.keys() - shapes.keys()):
-        if not name.endswith(IGNORED_TENSORS):
+        if name in quantized:
+            entry, (stem, ending) = entries[name], name.rsplit(".", 1)
+            other = stem + (INT8_SCALES if f".{ending}" == INT8_VALUES else INT8_VALUES)
+            if (entry.dtype, entry.shape) != quantized[name] or other not in entries:
+                raise ModelError(
+                    f"{entry.file}: tensor {name} is {entry.dtype} {list(entry.shape)}, expected "
+                    f"{quantized[name][0]} {list(quantized[name][1])} and {other} beside it"
+                )
+        elif not name.endswith(IGNORED_TENSORS):
             raise ModelError(
                 f"{entries[name].file}: tensor {name} has no place in a {config.architecture} with this config"
             )
+
+
+def _quantized_entries(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Dtype and shape of each tensor that may hold a linear's weights in int8."""
+    quantized: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, shape in shapes.items():
+        if name.startswith("model.layers.") and len(shape) == 2:
+            stem, (num_out, num_in) = name.removesuffix(".weight"), shape
+            quantized[stem + INT8_VALUES] = "I8", shape
+            quantized[stem + INT8_SCALES] = "F16", (num_out, -(-num_in // INT8_GROUP))
+    return quantized
 
 
 def read_entries(model_dir: Path) -> dict[str, TensorEntry]:

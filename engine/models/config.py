@@ -8,6 +8,14 @@ from dataclasses import asdict, dataclass
 from typing import Literal, TypedDict
 
 Dtype = Literal["bfloat16", "float16", "float32"]
+Quantization = Literal["none", "int8"]
+"""Of the weights of the layers' linears (quantized.py)."""
+INT8_GROUP = 32
+"""Inputs of an output whose int8 weights share a scale; the last group may have fewer."""
+INT8_VALUES, INT8_SCALES = ".int8_values", ".int8_scales"
+"""Endings, in place of `.weight`, of the tensors that hold a linear's weights in int8 beside the others: int8 [out, in]
+and float16 [out, ceil(in / INT8_GROUP)]. They stand in what was converted from GGUF's Q8_0.
+"""
 Activation = Literal["silu", "gelu_tanh"]
 """What the gate of an MLP passes through; `gelu_tanh` is GELU by its tanh approximation."""
 
@@ -112,10 +120,14 @@ class KVLayoutFields(TypedDict):
     head_dim: int
 
 
-def kv_layout_fields(config: ModelConfig, dtype: Dtype, block_size: int) -> KVLayoutFields:
-    """What two engines must agree on before their KV blocks may be copied byte for byte."""
+def kv_layout_fields(
+    config: ModelConfig, dtype: Dtype, block_size: int, quantization: Quantization = "none"
+) -> KVLayoutFields:
+    """What two engines must agree on before their KV blocks may be copied byte for byte. Quantised weights are others,
+    and so is the KV that they give.
+    """
     return KVLayoutFields(
-        model=config.fingerprint,
+        model=config.fingerprint if quantization == "none" else f"{config.fingerprint}-{quantization}",
         dtype=dtype,
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,

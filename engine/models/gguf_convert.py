@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from gguf import GGUFReader, ReaderTensor
+from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor
 from gguf.quants import dequantize
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from engine.models.config import INT8_GROUP, INT8_SCALES, INT8_VALUES
 from protocol.errors import ModelError
 
 CONTROL_TOKEN = 3
@@ -36,6 +38,7 @@ TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "o
 
 def convert_gguf(gguf_file: Path, model_dir: Path, progress: Callable[[str], None]) -> None:
     """Writes the directory's files into `model_dir`, which must exist. Weights are dequantised, then rounded to bf16.
+    Those of Q8_0 are also kept as they are, for `quantization: int8`.
 
     Raises ModelError if the file is no GGUF file, no Llama, or has another tokenizer than a byte-level BPE of the kind
     "smollm"; OSError if the directory cannot be written.
@@ -61,6 +64,9 @@ def convert_gguf(gguf_file: Path, model_dir: Path, progress: Callable[[str], Non
     num_heads, num_kv_heads = metadata["llama.attention.head_count"], metadata["llama.attention.head_count_kv"]
     progress(f"dequantising {len(reader.tensors)} tensors")
     tensors = {_name(tensor.name): _weight(tensor, num_heads, num_kv_heads) for tensor in reader.tensors}
+    for tensor in reader.tensors:
+        if tensor.tensor_type == GGMLQuantizationType.Q8_0 and tensor.name.startswith("blk."):
+            tensors |= _int8_weight(tensor, num_heads, num_kv_heads)
     try:
         save_file(tensors, model_dir / "model.safetensors", metadata={"format": "pt"})
     except SafetensorError as error:
@@ -145,17 +151,30 @@ def _name(gguf_name: str) -> str:
 
 
 def _weight(tensor: ReaderTensor, num_heads: int, num_kv_heads: int) -> torch.Tensor:
-    """bf16, [out, in]. GGUF stores the rotary pairs of Q and K rows interleaved (0, 1, 2, ...); the halves-apart order
-    is restored.
-    """
+    """bf16, [out, in]"""
     values = np.ascontiguousarray(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
-    if tensor.name.endswith(("attn_q.weight", "attn_k.weight")):
-        heads = num_heads if tensor.name.endswith("attn_q.weight") else num_kv_heads
-        rows, columns = values.shape
-        values = np.ascontiguousarray(
-            values.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
-        )
-    return torch.tensor(values).to(torch.bfloat16)
+    return torch.tensor(_rows_in_order(tensor, values, num_heads, num_kv_heads)).to(torch.bfloat16)
+
+
+def _int8_weight(tensor: ReaderTensor, num_heads: int, num_kv_heads: int) -> dict[str, torch.Tensor]:
+    """Values and scales of a tensor of Q8_0: its groups are each a float16 scale, then INT8_GROUP int8."""
+    stem = _name(tensor.name).removesuffix(".weight")
+    rows = _rows_in_order(tensor, tensor.data, num_heads, num_kv_heads)
+    groups = rows.reshape(len(rows), -1, 2 + INT8_GROUP)
+    return {
+        stem + INT8_VALUES: torch.tensor(groups[:, :, 2:].reshape(len(rows), -1).view(np.int8)),
+        stem + INT8_SCALES: torch.tensor(groups[:, :, :2].reshape(len(rows), -1).view(np.float16)),
+    }
+
+
+def _rows_in_order(tensor: ReaderTensor, rows: npt.NDArray[Any], num_heads: int, num_kv_heads: int) -> npt.NDArray[Any]:
+    """GGUF stores the rotary pairs of Q and K rows interleaved (0, 1, 2, ...); the halves-apart order is restored."""
+    if not tensor.name.endswith(("attn_q.weight", "attn_k.weight")):
+        return rows
+    heads = num_heads if tensor.name.endswith("attn_q.weight") else num_kv_heads
+    num, columns = rows.shape
+    pairs = rows.reshape(heads, num // heads // 2, 2, columns)
+    return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(num, columns))
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -33,6 +33,7 @@ from jit.loops_compile import one_compiles
 Make = Callable[[torch.Tensor, torch.Tensor | None], Linear]
 Shape = tuple[int, int]
 """(out, in)"""
+Measure = Callable[[Shape], Mapping[str, Sequence[float]]]
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 """The numbers of rows that are measured."""
@@ -51,7 +52,7 @@ WIDENED_ROWS = 4
 WIDENED_ELEMENTS = 2**20
 """float16 weights that are widened at a time, which leaves them in the cache."""
 
-_HAS_NUMBA = find_spec("numba") is not None
+HAS_NUMBA = find_spec("numba") is not None
 _SOURCES = (__file__, str(Path(__file__).with_name("cpu_matmul.py")), str(Path(__file__).with_name("cpu_simd.py")))
 
 _log = logging.getLogger(__name__)
@@ -103,13 +104,12 @@ def _compile(choices: Iterable[Choice]) -> None:
 
 
 def _places(shapes: Sequence[Shape]) -> Iterator[torch.Tensor]:
-    """Memory for the panels of each, one after the other in one piece."""
+    """Memory for the panels of each."""
     if not shapes:
         return
-    from engine.runners.cpu_matmul import huge_pages, panel_bytes
+    from engine.runners.cpu_matmul import huge_pieces, panel_bytes
 
-    sizes = [panel_bytes(*shape) for shape in shapes]
-    yield from huge_pages(sum(sizes)).split(sizes)
+    yield from huge_pieces([panel_bytes(*shape) for shape in shapes])
 
 
 def make_linear(
@@ -149,12 +149,14 @@ def widened_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     return linear
 
 
-def chosen(shapes: Sequence[Shape], measured: Callable[[Shape], Mapping[str, Sequence[float]]]) -> dict[Shape, Choice]:
+def chosen(
+    shapes: Sequence[Shape], measured: Measure, sources: Sequence[str] = _SOURCES, dtype: torch.dtype = torch.bfloat16
+) -> dict[Shape, Choice]:
     """The choices for these shapes: those that were kept, else by what is `measured`, and then kept. What is wrong with
-    the table makes a start some seconds longer, but never fails it.
+    the table makes a start some seconds longer, but never fails it. sources, dtype: of what is measured.
     """
     try:
-        path = cache_dir() / "kernels" / f"linears-{table_key(shapes)}.json"
+        path = cache_dir() / "kernels" / f"linears-{table_key(shapes, sources, dtype)}.json"
     except OSError as error:
         _log.warning("choice of linears: %s; measured for this start alone", error)
         return {shape: choose(measured(shape)) for shape in shapes}
@@ -172,13 +174,11 @@ def chosen(shapes: Sequence[Shape], measured: Callable[[Shape], Mapping[str, Seq
     return choices
 
 
-def table_key(shapes: Sequence[Shape]) -> str:
-    """Stands for all that a choice depends on: CPU and instructions (also those that are masked off), torch,
-    shapes, and the sources of what is measured.
-    """
-    facts = [_cpu_model(), _made_for(), torch.__version__, torch.backends.cpu.get_cpu_capability(), can_pack()]
-    sources = b"".join(digest(Path(path).read_bytes()) for path in _SOURCES)
-    return digest(f"{facts} {list(shapes)}".encode() + sources).hex()
+def table_key(shapes: Sequence[Shape], sources: Sequence[str], dtype: torch.dtype) -> str:
+    """Stands for all that a choice depends on, instructions that are masked off included."""
+    facts = [_cpu_model(), _made_for(), torch.__version__, torch.backends.cpu.get_cpu_capability(), can_pack(), dtype]
+    digests = b"".join(digest(Path(path).read_bytes()) for path in sources)
+    return digest(f"{facts} {list(shapes)}".encode() + digests).hex()
 
 
 def choose(seconds: Mapping[str, Sequence[float]]) -> Choice:
@@ -208,7 +208,7 @@ def measure_shape(shape: Shape) -> dict[str, list[float]]:
     forms = {"stored": Choice("stored")}
     if can_pack():
         forms |= {"packed": Choice("packed")}
-    if _HAS_NUMBA and _fits_panels(num_in):
+    if HAS_NUMBA and _fits_panels(num_in):
         forms |= {"panels": Choice("panels"), "widened": Choice("panels", 0)}
     with one_thread():
         linears = {
@@ -229,7 +229,7 @@ def one_thread() -> Iterator[None]:
     """Neither torch nor our own kernels use others."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    if _HAS_NUMBA:
+    if HAS_NUMBA:
         import numba
 
         numba_before = numba.get_num_threads()
@@ -238,7 +238,7 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-        if _HAS_NUMBA:
+        if HAS_NUMBA:
             numba.set_num_threads(numba_before)
 
 
@@ -284,7 +284,7 @@ def _fits_panels(num_in: int) -> bool:
 
 def _made_for() -> str:
     """What our own kernels are compiled for."""
-    if not _HAS_NUMBA:
+    if not HAS_NUMBA:
         return ""
     from engine.runners.cpu_matmul import MADE_FOR
 

@@ -11,7 +11,7 @@ Where torch's float32 matmul is faster at many rows, panels are widened for it a
 import functools
 import mmap
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, cast
 
@@ -91,6 +91,12 @@ def huge_pages(num_bytes: int) -> torch.Tensor:
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     first = -memory.data_ptr() % HUGE_PAGE
     return memory[first : first + num_bytes]
+
+
+def huge_pieces(sizes: Sequence[int]) -> Sequence[torch.Tensor]:
+    """`huge_pages` of these sizes, one after the other in one piece of memory."""
+    pieces: Sequence[torch.Tensor] = huge_pages(sum(sizes)).split(list(sizes))
+    return pieces
 
 
 def scratch_bytes(num_rows: int, num_in: int, num_bins: int) -> int:
@@ -225,7 +231,7 @@ class _Scratch(threading.local):
         return self._address
 
 
-_scratch = _Scratch()
+scratch = _Scratch()
 
 
 class PanelLinear:
@@ -250,7 +256,7 @@ class PanelLinear:
             return self._widened(x)
         out = torch.empty(num_rows, self._num_out, dtype=torch.bfloat16)
         x, num_in, (panels, bias) = x.contiguous(), self._num_in, self._addresses
-        work = _scratch.address(scratch_bytes(num_rows, num_in, self._num_bins))
+        work = scratch.address(scratch_bytes(num_rows, num_in, self._num_bins))
         self._matmul(x.data_ptr(), num_rows, num_in, panels, self._num_out, bias, out.data_ptr(), work, self._num_bins)
         return out
 

@@ -17,6 +17,7 @@ import torch
 
 from engine.models.decoder import Decoder, forward
 from engine.runner import Batch, StepOutput
+from engine.runners.cpu_int8_linears import fit_int8_linears
 from engine.runners.cpu_linears import fit_linears
 from engine.runners.cpu_ops import CPUOps, TorchOps
 from engine.runners.drafts import accept
@@ -41,6 +42,7 @@ class TorchCPURunner:
         self.model, self.block_size = model, block_size
         self._copies = HostCopies(cache.view(len(self.cache), -1).numpy(), num_host_blocks)
         fit_linears(model, num_threads)
+        fit_int8_linears(model, num_threads)
         self._ops = _make_ops(model, self.cache, num_threads)
         self._last = np.zeros(0, np.int32)
         """[num_rows] the newest token of every row, for batches in which it is still pending."""

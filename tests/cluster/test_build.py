@@ -142,6 +142,22 @@ def test_the_layout_has_the_dtype_of_the_checkpoint_or_the_one_that_was_named(
     assert config.dtype == served_model.serve_model(config).layout(config.decode).dtype == expected
 
 
+def test_engines_with_quantised_weights_pair_with_none_that_has_others(tmp_path: Path) -> None:
+    write_model_dir(tmp_path, torch_dtype="float32")
+    fingerprints = {
+        served_model.serve_model(config).layout(config.decode).fingerprint()
+        for quantization in ("none", "int8")
+        for config in [
+            load(
+                None,
+                [f"model={tmp_path}", f"quantization={quantization}", "dtype=float32"]
+                + [f"{pool}.max_model_len=512" for pool in ("prefill", "decode")],
+            )
+        ]
+    }
+    assert len(fingerprints) == 2
+
+
 def test_the_arithmetic_runner_reads_no_dtype() -> None:
     config = small("model=nowhere")
     assert served_model.with_dtype(config) is config

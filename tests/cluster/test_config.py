@@ -121,3 +121,15 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 def test_an_empty_section_means_defaults() -> None:
     assert from_tree({"runner": "arithmetic", "decode": None}).decode.replicas == 1
+
+
+def test_int8_weights_are_for_cpu_engines_that_have_weights() -> None:
+    assert load(None, ["model=somewhere"]).quantization == "none"
+    assert load(None, ["model=somewhere", "quantization=int8", "dtype=float32"]).quantization == "int8"
+    with pytest.raises(ConfigError, match="quantization: int8, but the arithmetic runner has no weights"):
+        arithmetic("quantization=int8")
+    for pool in ("prefill", "decode"):
+        with pytest.raises(ConfigError, match=rf"quantization: int8 .* on CPUs alone, but {pool}\.num_gpus is 1"):
+            load(None, ["model=somewhere", "quantization=int8", f"{pool}.num_gpus=1"])
+    with pytest.raises(ConfigError, match="quantization: 'int4' is not allowed"):
+        load(None, ["model=somewhere", "quantization=int4"])

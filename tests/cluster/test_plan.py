@@ -13,6 +13,7 @@ from cluster.config import ClusterConfig, load
 from cluster.plan import GIB, Plan, Rates, plan
 from cluster.plan_table import table
 from cluster.pool_plan import PoolPlan, Workload
+from engine.models.quantized import quantize
 from protocol.errors import ConfigError
 from tests.cluster.test_cli import run
 from tests.engine.tiny_llama import TINY, random_tensors, write_model_dir
@@ -121,6 +122,19 @@ def test_a_plan_counts_in_the_checkpoints_dtype_or_the_named_one(tmp_path: Path,
     assert table(result).caption == f"computes in {result.dtype}"
     assert pool.kv_token_bytes == 2 * 2 * 2 * 64 * num_bytes
     assert pool.weight_bytes == num_bytes * sum(tensor.numel() for tensor in random_tensors(TINY).values())
+
+
+def test_int8_weights_are_counted_with_their_scales(tmp_path: Path) -> None:
+    write_model_dir(tmp_path)
+    knobs = [f"{pool}.max_model_len=512" for pool in ("prefill", "decode")]
+    config = load(None, [f"model={tmp_path}", "dtype=bfloat16", "quantization=int8", *knobs])
+    num_bytes = 0
+    for name, tensor in random_tensors(TINY).items():
+        if name.startswith("model.layers.") and tensor.ndim == 2:
+            num_bytes += sum(part.nbytes for part in quantize(tensor))
+        else:
+            num_bytes += 2 * tensor.numel()
+    assert planned(config, 100, 100, 1).pools[0].weight_bytes == num_bytes
 
 
 def test_a_gpu_must_be_known_and_large_enough() -> None:

@@ -47,12 +47,15 @@ def weights_loaded_once() -> Iterator[None]:
         yield
 
 
-def real(model: Path, pools: str, *, dtype: str = "float32", **knobs: Any) -> LocalDeployment:
+def real(
+    model: Path, pools: str, *, dtype: str = "float32", quantization: str = "none", **knobs: Any
+) -> LocalDeployment:
     pool = {"max_model_len": 1024, "max_num_seqs": 8, "num_blocks": 160, **knobs}
     num_prefill, num_decode = POOLS[pools]
     tree = {
         "model": str(model),
         "dtype": dtype,
+        "quantization": quantization,
         "prefill": {**pool, "replicas": num_prefill},
         "decode": {**pool, "replicas": num_decode},
     }
@@ -117,6 +120,20 @@ def test_a_float16_checkpoint_is_answered_alike_split_and_colocated(tmp_path: Pa
         with real(tmp_path / "model", pools, dtype="auto", max_num_batched_tokens=64) as deployment:
             answers.append([deployment.answer([asked(f"{len(prompt)}", prompt, 48)]) for prompt in prompts])
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_int8_weights_answer_alike_split_and_colocated(tmp_path: Path, dtype: str) -> None:
+    """One request at a time, as above; and other tokens than the weights give that they are made of."""
+    write_model_dir(tmp_path / "model")
+    draw, answers = random.Random(3), []
+    prompts = [[draw.randrange(TINY.vocab_size) for _ in range(length)] for length in (3, 70, 200)]
+    for pools, quantization in (("1P1D", "int8"), ("colocated", "int8"), ("colocated", "none")):
+        with real(
+            tmp_path / "model", pools, dtype=dtype, quantization=quantization, max_num_batched_tokens=64
+        ) as deployment:
+            answers.append([deployment.answer([asked(f"{len(prompt)}", prompt, 48)]) for prompt in prompts])
+    assert answers[0] == answers[1] != answers[2]
 
 
 @pytest.mark.parametrize("pools", POOLS)

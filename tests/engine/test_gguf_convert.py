@@ -2,22 +2,28 @@
 served.
 """
 
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from gguf import GGUFWriter
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import quantize as gguf_quantize
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from engine.models import gguf_convert
 from engine.models.checkpoint import check_model_dir, checkpoint_dtype
+from engine.models.config import INT8_SCALES, INT8_VALUES
 from engine.models.config_file import eos_token_ids, read_json
+from engine.models.decoder import StoredLinear
 from engine.models.gguf_convert import LAYER_NAMES, TOP_NAMES, convert_gguf
+from engine.models.loading import load_model
+from engine.models.quantized import Int8Linear, Int8Weight, dequantize, quantize
 from protocol.errors import ModelError
-from tests.engine.tiny_llama import TINY, random_tensors
+from tests.engine.tiny_llama import TINY, random_tensors, write_model_dir
 
 SPECIAL = ["<end>", "<bos>", "<eos>"]
 BYTES = [chr(code) for code in (*range(33, 127), *range(161, 173), *range(174, 256))]
@@ -35,7 +41,10 @@ def interleaved(weight: torch.Tensor, heads: int) -> np.ndarray:
     return weight[order].reshape(rows, columns).numpy()
 
 
-def write_gguf(path: Path, tensors: dict[str, torch.Tensor], pre: str = "smollm") -> None:
+def write_gguf(
+    path: Path, tensors: dict[str, torch.Tensor], pre: str = "smollm", *, q8_0: Collection[str] = ()
+) -> None:
+    """q8_0: names of the tensors that are quantised."""
     writer = GGUFWriter(path, "llama")
     writer.add_block_count(TINY.num_layers)
     writer.add_context_length(TINY.max_position_embeddings)
@@ -63,12 +72,14 @@ def write_gguf(path: Path, tensors: dict[str, torch.Tensor], pre: str = "smollm"
     names |= {hf: name for name, hf in TOP_NAMES.items()}
     for name, tensor in tensors.items():
         gguf_name = names[name.removesuffix(".weight")] + ".weight"
+        values = tensor.numpy()
         if "attn_q" in gguf_name or "attn_k" in gguf_name:
-            writer.add_tensor(
-                gguf_name, interleaved(tensor, TINY.num_heads if "attn_q" in gguf_name else TINY.num_kv_heads)
-            )
+            values = interleaved(tensor, TINY.num_heads if "attn_q" in gguf_name else TINY.num_kv_heads)
+        if name in q8_0:
+            kind = GGMLQuantizationType.Q8_0
+            writer.add_tensor(gguf_name, gguf_quantize(values, kind), raw_dtype=kind)
         else:
-            writer.add_tensor(gguf_name, tensor.numpy())
+            writer.add_tensor(gguf_name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -98,6 +109,55 @@ def test_weights_tokenizer_and_config_arrive(tmp_path: Path) -> None:
     assert tokenizer.encode("12").tokens == ["1", "2"]
     text = "hello Ünï 42 <x>\n\té"
     assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
+
+
+def test_q8_0_is_read_as_it_is(tmp_path: Path) -> None:
+    """Beside the weights in bf16; GGUF's quantisation of float32 weights is ours, and that of rounded ones is not."""
+    tensors = random_tensors(TINY)
+    matrices = [name for name, tensor in tensors.items() if tensor.ndim == 2 and tensor.shape[1] % 32 == 0]
+    write_gguf(tmp_path / "model.gguf", tensors, q8_0=matrices)
+    (model_dir := tmp_path / "model").mkdir()
+    convert_gguf(tmp_path / "model.gguf", model_dir, lambda text: None)
+    check_model_dir(model_dir)
+    assert checkpoint_dtype(model_dir) == "bfloat16"
+    loaded = load_file(model_dir / "model.safetensors")
+    others = set()
+    for name in matrices:
+        if name.startswith("model.layers."):
+            stem = name.removesuffix(".weight")
+            kept = Int8Weight(loaded[stem + INT8_VALUES], loaded[stem + INT8_SCALES])
+            torch.testing.assert_close(dequantize(kept), loaded[name].float(), rtol=2**-8, atol=0)
+            again = quantize(dequantize(kept))
+            assert torch.equal(again.values, kept.values) and torch.equal(again.scales, kept.scales)
+            others.add(torch.equal(quantize(loaded[name]).scales, kept.scales))
+    assert others == {False}
+    for dtype in ("bfloat16", "float32"):
+        layer = load_model(model_dir, dtype, quantization="int8").layers[1]
+        assert isinstance(layer.qkv, Int8Linear) and layer.qkv.weight is not None
+        parts = [f"model.layers.1.self_attn.{part}_proj" for part in "qkv"]
+        assert torch.equal(layer.qkv.weight.values, torch.cat([loaded[part + INT8_VALUES] for part in parts]))
+        assert torch.equal(layer.qkv.weight.scales, torch.cat([loaded[part + INT8_SCALES] for part in parts]))
+    assert isinstance(load_model(model_dir, "bfloat16").layers[1].qkv, StoredLinear)
+
+
+def test_int8_tensors_are_whole_pairs_of_the_right_shapes(tmp_path: Path) -> None:
+    tensors, stem = random_tensors(TINY), "model.layers.0.mlp.down_proj"
+    kept = quantize(tensors[f"{stem}.weight"])
+    pair = {stem + INT8_VALUES: kept.values, stem + INT8_SCALES: kept.scales}
+    write_model_dir(tmp_path, tensors=tensors | pair)
+    check_model_dir(tmp_path)
+    for name, tensor in pair.items():
+        for broken in (pair | {name: tensor.float()}, pair | {name: tensor[1:].clone()}):
+            write_model_dir(tmp_path, tensors=tensors | broken)
+            with pytest.raises(ModelError, match=f"tensor {name} is .*, expected"):
+                check_model_dir(tmp_path)
+        write_model_dir(tmp_path, tensors=tensors | {name: tensor})
+        with pytest.raises(ModelError, match=rf"tensor {name} is .* beside it"):
+            check_model_dir(tmp_path)
+    other = {"model.norm" + INT8_VALUES: torch.zeros(96, dtype=torch.int8)}
+    write_model_dir(tmp_path, tensors=tensors | other)
+    with pytest.raises(ModelError, match="has no place"):
+        check_model_dir(tmp_path)
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.quantization import divergence
 from bench.rounding import Expected, expected_errors, teacher_forced, with_linears
 from cluster.fetch import demo_model_dir
 from engine.models.config import Dtype
@@ -89,6 +90,18 @@ def test_bfloat16_errs_as_far_as_it_rounds(bfloat16: Decoder, expected: Expected
 def test_float16_errs_an_eighth_as_far(expected: Expected) -> None:
     """It rounds in the same places, to three bits more."""
     check_rounded(forced_logits(load("float16")), expected, 1 / 8)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_int8_weights_err_three_times_as_far_as_bfloat16(dtype: Dtype, expected: Expected) -> None:
+    """Their own error is the same in both dtypes; no token is overtaken that leads by more than a tenth."""
+    try:
+        model = load_model(demo_model_dir(lambda text: None), dtype, quantization="int8")
+    except ModelError as error:
+        pytest.skip(f"no model: {error}")
+    found = divergence(forced_logits(model), expected.logits, [token for answer in ANSWERS for token in answer])
+    assert 2.2 < found.rms / expected.rms < 3.2, found
+    assert found.unlike <= 4 and found.led_by < 0.1, found
 
 
 def rounded_halfway(exact: Linear) -> Linear:

@@ -42,6 +42,9 @@ SGEMM_SIZE = 256
 ROUNDS = 9
 
 
+HEAD = "attention                threads     ours    floor  share (prompts: GFLOP/s, sgemm; decodes: GB/s, reads)"
+
+
 class Row(NamedTuple):
     """`ours` and `floor` in GFLOP/s (prompts) or GB/s (decodes), medians over the rounds; `share` is that of the ratio
     within each.
@@ -82,6 +85,10 @@ def rows(
             for num in SEQUENCES:
                 work = work_of(shape, num_kv_heads, memory, num_threads, [1] * num, [context] * num)
                 yield _row(f"decode of {num} at {context}", num_threads, work, bandwidth)
+
+
+def line(row: Row) -> str:
+    return f"{row.what:24} {row.threads:7} {row.ours:8.1f} {row.floor:8.1f} {row.share:6.0%}"
 
 
 def _row(what: str, num_threads: int, work: Work, floor: Work) -> Row:
@@ -192,12 +199,12 @@ def main() -> None:
     parser.add_argument("--float32", action="store_true", help="instead of bfloat16")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     arguments = parser.parse_args()
-    print(f"{'':24} threads     ours    floor  share (prompts: GFLOP/s, sgemm; decodes: GB/s, reads)")
+    print(HEAD)
     for row in rows(
         num_kv_heads=arguments.kv_heads, group=arguments.group, head_dim=arguments.head_dim,
         bf16=not arguments.float32, threads=tuple(arguments.threads),
     ):  # fmt: skip
-        print(f"{row.what:24} {row.threads:7} {row.ours:8.1f} {row.floor:8.1f} {row.share:6.0%}", flush=True)
+        print(line(row), flush=True)
 
 
 if __name__ == "__main__":

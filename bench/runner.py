@@ -6,7 +6,7 @@ First all linears of the model in bfloat16: ours, torch's in bfloat16 and torch'
 runner in bfloat16. `floor` is the time that the machine needs at least: to read the stored weights at the read
 bandwidth, or to multiply them at the speed of torch's float32 matmul, whichever is longer; both are measured in the
 same run. Instructions that multiply bfloat16 directly can be faster than this floor. A step's floor is that of its
-linears and its head; attention comes on top.
+linears and its head; attention comes on top. Last comes attention alone, beside floors of its own (attention_cpu.py).
 
 Everything takes turns and is repeated, and the fastest repeat of each layer and of each step counts, because other
 programs may use the machine too. A GB is 1e9 bytes.
@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from bench import attention_cpu
 from bench.machine import ROUNDS_S, Fastest, Machine, Speeds, layer_weights, take_turns
 from cluster.fetch import demo_model_dir
 from engine.models.decoder import Decoder, Layer
@@ -173,7 +174,17 @@ def main() -> None:
     model_dir = arguments.model or demo_model_dir(lambda text: None)
     ours, bfloat16, float32 = (load_model(model_dir, dtype) for dtype in ("bfloat16", "bfloat16", "float32"))
     figures = run(ours, bfloat16, float32, arguments.threads)
-    print(json.dumps(asdict(figures), indent=1) if arguments.json else table(figures))
+    config, threads = ours.config, (arguments.threads,)
+    attention = attention_cpu.rows(
+        num_kv_heads=config.num_kv_heads, group=config.num_heads // config.num_kv_heads, head_dim=config.head_dim,
+        threads=threads,
+    )  # fmt: skip
+    if arguments.json:
+        print(json.dumps(asdict(figures) | {"attention": [row._asdict() for row in attention]}, indent=1))
+        return
+    print(f"{table(figures)}\n\n{attention_cpu.HEAD}")
+    for row in attention:
+        print(attention_cpu.line(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("numba")
 
-from bench import machine
+from bench import attention_cpu, machine
 from bench import runner as bench
 from engine.models.config import Dtype
 from engine.models.decoder import Decoder
@@ -36,9 +36,11 @@ def test_figures_of_a_short_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     monkeypatch.setattr(bench, "demo_model_dir", lambda say: None)
     monkeypatch.setattr(bench, "load_model", lambda model_dir, dtype: tiny(dtype))
     monkeypatch.setattr(bench, "run", lambda ours, bfloat16, float32, num_threads: figures)
+    monkeypatch.setattr(attention_cpu, "rows", lambda **shape: [attention_cpu.Row("decode", 1, 2.0, 4.0, 0.5)])
     monkeypatch.setattr("sys.argv", ["runner", "--json", "--threads", str(torch.get_num_threads())])
     bench.main()
-    assert json.loads(capsys.readouterr().out)["linears"][0]["rows"] == 1
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["linears"][0]["rows"] == 1 and printed["attention"][0]["share"] == 0.5
 
 
 def test_a_floor_is_the_longer_of_reading_and_multiplying() -> None:

@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -199,9 +200,20 @@ def _prepare(
 
 
 def _cpu_runner(config: ClusterConfig, pool: PoolConfig, cache: npt.NDArray[np.uint8], host_blocks: int) -> Runner:
-    """Loads the model. The runner uses `cache`, uint8 [num_blocks, block_bytes], in place."""
+    """Loads the model. The runner uses `cache`, uint8 [num_blocks, block_bytes], in place.
+
+    A model is loaded in a thread that ends with it: OpenMP gives each thread that has ever run a loop a team for good,
+    and spins no more where all teams together have more threads than there are cores. The step thread is to be alone.
+    """
     if config.model is None or config.runner == "arithmetic":
         return ArithmeticRunner(arithmetic_model.cache_view(cache), num_host_blocks=host_blocks)
+    with ThreadPoolExecutor(1, "load") as thread:
+        return thread.submit(_model_runner, Path(config.model), config, pool, cache, host_blocks).result()
+
+
+def _model_runner(
+    path: Path, config: ClusterConfig, pool: PoolConfig, cache: npt.NDArray[np.uint8], host_blocks: int
+) -> Runner:
     with phase("torch"):
         import jit.openmp  # noqa: F401  before torch
 
@@ -213,9 +225,7 @@ def _cpu_runner(config: ClusterConfig, pool: PoolConfig, cache: npt.NDArray[np.u
 
     torch.set_num_threads(pool.threads)
     with phase("weights"):
-        model = load_model(
-            Path(config.model), config.model_dtype, "cpu", longest_sequence(config), quantization=config.quantization
-        )
+        model = load_model(path, config.model_dtype, "cpu", longest_sequence(config), quantization=config.quantization)
     with phase("kernels"):
         return TorchCPURunner(
             model,

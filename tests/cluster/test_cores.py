@@ -3,10 +3,13 @@
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from cluster import build
 from cluster.config import from_tree
 from cluster.cores import own_cores, usable_cores, with_threads
 from tests.engine.tiny_llama import write_model_dir
@@ -130,3 +133,15 @@ def test_an_engines_loops_are_one_pool_that_knows_how_to_wait(tmp_path: Path, cp
     )  # fmt: skip
     assert len(engine.stdout.split()) == 1 and "libgomp" in engine.stdout
     assert {line: engine.stderr.count(line) for line in said} == dict.fromkeys(said, 1), engine.stderr
+
+
+def test_a_model_is_loaded_in_a_thread_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenMP's team of that thread ends with it. A team of a thread that lives on keeps the step thread's from
+    spinning.
+    """
+    seen: list[threading.Thread] = []
+    monkeypatch.setattr(build, "_model_runner", lambda *arguments: seen.append(threading.current_thread()))
+    config = from_tree({"model": "m", "prefill": {"replicas": 0}})
+    build._cpu_runner(config, config.decode, np.zeros((2, 16), np.uint8), 0)
+    (thread,) = seen
+    assert thread is not threading.current_thread() and not thread.is_alive()

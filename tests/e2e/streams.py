@@ -96,7 +96,13 @@ def streaming(client: Client, draw: Callable[[random.Random], Asked] = drawn_sum
 
 
 def await_back(running: Running, name: str) -> None:
+    """Waits until a killed process has been replaced and, if it is an engine, until the router has its `Hello`: before
+    that, no request can go there.
+    """
     while running.events.get(timeout=HANG_S) != f"{name} is back":
+        continue
+    deployment = running.deployment
+    while name in ENGINES and deployment.actor(name).address not in {load.address for load in deployment.loads()}:
         continue
 
 

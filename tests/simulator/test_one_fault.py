@@ -55,7 +55,7 @@ def test_a_pool_grows_and_shrinks() -> None:
 def test_peers_that_open_late_or_never_cost_attempts_and_no_answer() -> None:
     simulations = runs(Faults(connect_stall=0.5, connect_failure=0.2, kills=3, router_kills=1), 20, 2)
     lines = "\n".join(line for simulation in simulations for line in simulation.log)
-    assert min(lines.count(what) for what in ("opening a peer takes", "a peer cannot be opened")) > 20
+    assert min(lines.count(what) for what in ("opening a peer takes", "a peer cannot be opened")) > 10
     failures = timers = 0.0
     for simulation in simulations:
         for client in simulation.clients.values():

@@ -12,7 +12,7 @@ many rows, panels are widened for it a few at a time.
 
 import functools
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from numba import prange
@@ -34,16 +34,16 @@ from engine.runners.cpu_matmul import (
     SHARES,
     WIDE,
     Matmul,
+    WidenPanels,
     scratch,
     scratch_bytes,
+    widened_product,
 )
 from engine.runners.cpu_simd import Kind, make_copy, make_round
 from jit.kernel_cache import compiled, variant
 
 SOURCES = (__file__, config.__file__, cpu_int8_simd.__file__, cpu_matmul.__file__, cpu_simd.__file__)
 
-WIDENED_TERMS = 1 << 17
-"""About as many weights are widened at a time: their 512 KiB stay in the L2 cache, and torch's call pays."""
 KINDS: dict[torch.dtype, Kind] = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 
 
@@ -163,14 +163,6 @@ def _make_add_block(pairs: bool, wide: bool, key: str) -> Callable[[int, int, in
     return cast(Callable[[int, int, int, int, int], None], register_jitable(variant(add_block, key)))
 
 
-class WidenPanels(Protocol):
-    """out [num_in, columns] float32 = the transposed weights of the panels from address `panels` on, by `num_bins`
-    threads; `out` is an address.
-    """
-
-    def __call__(self, panels: int, num_in: int, num_panels: int, out: int, num_bins: int) -> None: ...
-
-
 @functools.cache
 def make_widen_panels() -> WidenPanels:
     widen_group, PANEL_BYTES = make_widen_group(), 4 * PANEL
@@ -224,15 +216,5 @@ class Int8PanelLinear:
         return out if rounds else out[:, : self._num_out].to(self._dtype).contiguous()
 
     def _widened(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        out = self._bias.repeat(len(x), 1)
-        step = max(1, WIDENED_TERMS // (self._num_in * PANEL))
-        weights = torch.empty(self._num_in * step * PANEL)
-        for first in range(0, self._num_panels, step):
-            num = min(step, self._num_panels - first)
-            here = weights[: self._num_in * num * PANEL].view(self._num_in, num * PANEL)
-            self._widen_panels(
-                self._panels[first].data_ptr(), self._num_in, num, here.data_ptr(), min(num, self._num_bins)
-            )
-            out[:, first * PANEL : (first + num) * PANEL].addmm_(wide, here)
+        out = widened_product(x, self._panels, self._bias, self._widen_panels, self._num_bins)
         return out[:, : self._num_out].to(self._dtype).contiguous()

@@ -216,6 +216,24 @@ def make_widen_panels() -> WidenPanels:
     return compiled(SOURCES)(widen_panels)
 
 
+def widened_product(
+    x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor, widen_panels: WidenPanels, num_bins: int
+) -> torch.Tensor:
+    """x [T, in] times the weights in `panels`, plus `bias`, by torch in float32: [T, columns of all panels]. Few panels
+    at a time are widened, so that torch finds them in the cache.
+    """
+    wide, num_panels, num_in = x.float(), len(panels), x.shape[1]
+    out = bias.repeat(len(x), 1)
+    step = max(1, WIDENED_TERMS // (num_in * PANEL))
+    weights = torch.empty(num_in * step * PANEL)
+    for first in range(0, num_panels, step):
+        num = min(step, num_panels - first)
+        here = weights[: num_in * num * PANEL].view(num_in, num * PANEL)
+        widen_panels(panels[first].data_ptr(), num_in, num, here.data_ptr(), min(num, num_bins))
+        out[:, first * PANEL : (first + num) * PANEL].addmm_(wide, here)
+    return out
+
+
 class _Scratch(threading.local):
     """Memory of one thread that only grows, so that a call of some microseconds allocates none."""
 
@@ -261,15 +279,5 @@ class PanelLinear:
         return out
 
     def _widened(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        out = self._bias.repeat(len(x), 1)
-        step = max(1, WIDENED_TERMS // (self._num_in * PANEL))
-        weights = torch.empty(self._num_in * step * PANEL)
-        for first in range(0, self._num_panels, step):
-            num = min(step, self._num_panels - first)
-            here = weights[: self._num_in * num * PANEL].view(self._num_in, num * PANEL)
-            self._widen_panels(
-                self._panels[first].data_ptr(), self._num_in, num, here.data_ptr(), min(num, self._num_bins)
-            )
-            out[:, first * PANEL : (first + num) * PANEL].addmm_(wide, here)
+        out = widened_product(x, self._panels, self._bias, self._widen_panels, self._num_bins)
         return out[:, : self._num_out].bfloat16()

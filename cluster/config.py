@@ -41,7 +41,9 @@ class PoolConfig:
 
     replicas: int = 1
     num_threads: int | Literal["auto"] = "auto"
-    """Threads that one engine computes with. auto: engines on CPUs share this machine's cores equally (cores.py)."""
+    """Threads that one engine computes with. auto: engines on CPUs share this machine's cores equally (cores.py); in
+    a given Ray, which knows of no such share, each has one.
+    """
     num_gpus: int = 0
     """GPUs of one engine, 0 or 1; with 0 it computes on the CPU. Ray gives the GPUs, and one machine must have those of
     all engines together.

@@ -68,7 +68,7 @@ class Deployment:
     _router: ReplicaProcess = field(default_factory=lambda: ReplicaProcess(ROUTER_ID, "router", None))
     _engines: list[ReplicaProcess] = field(default_factory=list)
     _cpus: list[Core | None] = field(default_factory=list)
-    """By bundle."""
+    """By bundle: the engine's own CPUs; None where engines share cores, or Ray may place them elsewhere."""
     _vocab_size: int = 0
     _drained_at: float | None = None
     """Time at which the drain must be over; None before it begins."""
@@ -178,14 +178,14 @@ class Deployment:
 
     def _check(self) -> list[Bundle]:
         """Checks the model and the machine, and returns what the engines take of it."""
-        cores = usable_cores()
+        cores = [] if is_given() else usable_cores()  # a given Ray may place the engines on another machine
         self.config = config = served_model.with_dtype(with_threads(self.config, len(cores)))
         served = served_model.serve_model(config)
         self._vocab_size = served.vocab_size
         for warning in served_model.limit_warnings(config, served):
             self.progress(f"warning: {warning}")
         remove_stale()
-        if not is_given():  # a given Ray may place the engines on another machine
+        if not is_given():
             needs = preflight.needs_of(config)
             preflight.check(needs, preflight.this_machine(with_gpus=needs.num_gpus > 0))
         self.port, self.metrics_port = config.router.grpc_port, config.router.metrics_port
@@ -233,14 +233,12 @@ class Deployment:
                 vocab_size=self._vocab_size,
             )
         else:
-            kind, arguments = launch.engine(place.role, config, address, mailbox, self.prefix, self._cpus_of(place))
+            assert place.bundle is not None, "every engine has one"
+            cpus = self._cpus[place.bundle]
+            kind, arguments = launch.engine(place.role, config, address, mailbox, self.prefix, cpus)
         place.actor = self._ray.spawn(kind, address, *arguments, bundle=place.bundle)
         place.state, place.since = "starting", now
         place.ask("start", now)
-
-    def _cpus_of(self, place: ReplicaProcess) -> frozenset[int] | None:
-        """The engine's own CPUs; None where Ray may have placed it on another machine, or where engines share cores."""
-        return None if place.bundle is None or self._ray.folder is None else self._cpus[place.bundle]
 
     def _came_up(self, place: ReplicaProcess, answer: Any, now: float) -> None:
         """Notes that a process has started. `answer` is what its `start` returned: the port if it is a router."""

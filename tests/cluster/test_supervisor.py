@@ -3,17 +3,20 @@ restart counts as a death.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from cluster import serve
 from cluster.config import load
 from cluster.ray_handles import Actor
 from cluster.replica_process import ReplicaProcess
 from cluster.serve import Deployment
 from protocol.errors import StartupError
 from protocol.messages import Address
+from tests.engine.tiny_llama import write_model_dir
 
 NO_MEMORY = "decode-0: OutOfMemoryError: tried to allocate 2.00 GiB"
 
@@ -73,3 +76,17 @@ def test_the_start_times_of_a_process_that_does_not_answer_are_left_out(
     handle: Any = SimpleNamespace(start_times=SimpleNamespace(remote=lambda: None))
     engine.actor = Actor(Address("decode-0", 2), handle, deployment._ray)
     assert [*deployment.start_times()] == ["command"]
+
+
+@pytest.mark.parametrize(("address", "threads", "cpus"), [("", 32, 32), ("10.0.0.1:6379", 1, None)])
+def test_a_given_ray_is_asked_for_no_share_of_this_machines_cores(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, address: str, threads: int, cpus: int | None
+) -> None:
+    """It may place engines elsewhere, and may have been given fewer CPUs than this machine has."""
+    write_model_dir(tmp_path)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setattr(serve, "usable_cores", lambda: [frozenset((cpu,)) for cpu in range(64)])
+    knobs = [f"{pool}.{knob}" for pool in ("prefill", "decode") for knob in ("max_model_len=256", "num_blocks=8")]
+    deployment = Deployment(load(None, [f"model={tmp_path}", *knobs]), lambda text: None)
+    assert [bundle.num_cpus for bundle in deployment._check()] == [threads] * 2
+    assert [own and len(own) for own in deployment._cpus] == [cpus] * 2

@@ -27,6 +27,7 @@ from engine.runners.cpu_matmul import (
     BLOCK_ROWS,
     BLOCK_TERMS,
     FEW_ROWS,
+    KINDS,
     MOST_ROWS,
     PAIRS,
     PANEL,
@@ -43,8 +44,6 @@ from engine.runners.cpu_simd import Kind, make_copy, make_round
 from jit.kernel_cache import compiled, variant
 
 SOURCES = (__file__, config.__file__, cpu_int8_simd.__file__, cpu_matmul.__file__, cpu_simd.__file__)
-
-KINDS: dict[torch.dtype, Kind] = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 
 
 def pack(weight: Int8Weight, memory: torch.Tensor | None = None) -> torch.Tensor:

@@ -21,7 +21,15 @@ from numba.core.registry import cpu_target
 from numba.extending import register_jitable
 
 from engine.runners import cpu_simd
-from engine.runners.cpu_simd import has_feature, make_copy, make_round, make_tiles, make_widen_pairs, make_widen_row
+from engine.runners.cpu_simd import (
+    Kind,
+    has_feature,
+    make_copy,
+    make_round,
+    make_tiles,
+    make_widen_pairs,
+    make_widen_row,
+)
 from jit.kernel_cache import compiled, variant
 
 SOURCES = (__file__, cpu_simd.__file__)
@@ -47,6 +55,8 @@ PAIRS, WIDE = has_feature("avx512bf16"), has_feature("avx512f")
 """Whether one instruction multiplies and adds bf16 in pairs; whether there are registers for tiles of 12 rows by a
 panel, not by half of one.
 """
+KINDS: dict[torch.dtype, Kind] = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+"""What kernels call the model's dtype."""
 WIDENED_TERMS = 1 << 17
 """About as many weights are widened at a time: their 512 KiB stay in the L2 cache, and torch's call pays."""
 MADE_FOR = " ".join(cpu_target.target_context.codegen().magic_tuple())

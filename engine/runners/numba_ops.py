@@ -10,13 +10,12 @@ from engine.models.ops import Attention
 from engine.runners import cpu_attention, cpu_elements, cpu_head, cpu_kernels
 from engine.runners.cpu_attention import Shape
 from engine.runners.cpu_elements import Stored
-from engine.runners.cpu_simd import Kind
+from engine.runners.cpu_matmul import KINDS
 from engine.runners.paged_cache import LAYOUT
 from engine.runners.step_plan import StepPlan
 from jit.kernel_cache import one_compiles
 from protocol.arrays import Int64
 
-_KINDS: dict[torch.dtype, Kind] = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 _STORED = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
 _NO_WORK = np.zeros((0, 5), dtype=np.int64), np.zeros(2, dtype=np.int64)
 """Attention's items and bins where keys and values are only to be cached."""
@@ -51,7 +50,7 @@ class NumbaOps:
             (self._num_threads, cpu_attention.scratch_elements(config.head_dim, self._group)), dtype=np.float32
         )
         self._attentions = [cpu_attention.make_attention(self._shape(layer.attention)) for layer in model.layers]
-        self._head = cpu_head.make_head(config.hidden_size, _KINDS[model.dtype]) if _has_head(model) else None
+        self._head = cpu_head.make_head(config.hidden_size, KINDS[model.dtype]) if _has_head(model) else None
         self._work_items: dict[int, tuple[Int64, Int64]] = {}
         """By window, of the step: attention's items and bins."""
         self._grow(16)
@@ -124,7 +123,7 @@ class NumbaOps:
             head_dim=self.model.config.head_dim,
             group=self._group,
             block_size=self._block_size,
-            kind=_KINDS[self.model.dtype],
+            kind=KINDS[self.model.dtype],
             rotary_dim=2 * attention.cos.shape[1],
         )
 

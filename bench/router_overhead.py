@@ -24,8 +24,9 @@ from protocol.arrays import Int64
 from protocol.messages import Address, End, EngineRequest, Envelope, Hello, Message, StepTokens
 from router.config import RouterConfig
 from router.frontdoor import FrontDoor, Model
+from router.grpc_door import SERVICE, GrpcDoor
+from router.listening import Listening
 from router.router import Router
-from router.server import SERVICE, Server
 from router.tokenizer import NumberTokenizer
 from twopass.proto import twopass_pb2 as pb
 
@@ -74,8 +75,8 @@ async def measure_router() -> Figures:
     door = FrontDoor(
         router, NumberTokenizer(32_000), config, Model("played", 32_000), send=send, clock=time.perf_counter
     )
-    server = Server(door, config)
-    port = await server.start()
+    server = Listening(door, [GrpcDoor(door, config)], config.tick_interval_s)
+    (port,) = await server.start()
     router.replica_started(ENGINE)
     hello = Hello(
         role="decode",

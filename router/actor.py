@@ -1,4 +1,4 @@
-"""The router as one process: core, front door and gRPC server on one event loop.
+"""The router as one process: core, front door and its listeners on one event loop.
 
 The class is plain; the composition root makes it a Ray actor. It is asynchronous because it serves its own sockets. Ray
 does not keep the order of calls on such actors, so `protocol.delivery` restores it.
@@ -22,11 +22,12 @@ from protocol.log import LogLevel, configure
 from protocol.messages import ROUTER_ID, Address, Envelope, Message
 from router.config import RouterConfig
 from router.frontdoor import FrontDoor, Model
+from router.grpc_door import GrpcDoor
+from router.listening import Listening
 from router.metrics_collector import RouterCollector
 from router.metrics_server import MetricsServer
 from router.policy import ReplicaView
 from router.router import Router
-from router.server import Server
 from router.tokenizer import load_tokenizer
 from router.tracing import SpanTracing, export_to
 
@@ -77,12 +78,12 @@ class RouterActor:
         self._door = FrontDoor(
             self._core, tokenizer, self._config, model, send=self._post, clock=time.monotonic, tracing=self._tracing
         )
-        self._server = Server(self._door, self._config)
+        self._listening = Listening(self._door, [GrpcDoor(self._door, self._config)], self._config.tick_interval_s)
         self._metrics = MetricsServer(RouterCollector(self._core, self._door), self._config)
         with start_times.phase("ports"):
             self._metrics_port = self._metrics.start()
-            port = await self._server.start()
-        self._serving = asyncio.gather(self._server.wait(), self._receive())
+            (port,) = await self._listening.start()
+        self._serving = asyncio.gather(self._listening.wait(), self._receive())
         log.info("started", extra={"pid": os.getpid(), "grpc_port": port, "metrics_port": self._metrics_port})
         return port
 
@@ -145,7 +146,7 @@ class RouterActor:
         """Closes the ports and ends open calls."""
         if self._serving is not None:
             log.info("stops", extra={"num_open": self._core.num_open})
-            await self._server.stop(STOP_GRACE_S)
+            await self._listening.stop(STOP_GRACE_S)
             self._serving.cancel()
             await asyncio.gather(self._serving, return_exceptions=True)
             await self._metrics.stop()

@@ -24,6 +24,7 @@ from protocol.errors import DeadlineExceeded, InvalidRequest, Overloaded, Reques
 from protocol.messages import Address, Envelope, FinishReason, Message
 from router.admission import ClientRequest
 from router.call import Answer, Call, Piece
+from router.call_request import CallRequest, Prompt
 from router.config import RouterConfig
 from router.metrics_totals import DoorTotals, end_of
 from router.parse import Parsed, num_asked, parse_generate, parse_tokenize
@@ -31,7 +32,6 @@ from router.policy import ReplicaView
 from router.request import Delivered, Ended
 from router.tokenizer import Tokenizer
 from router.tracing import CallTrace, Tracing, Untraced
-from twopass.proto import twopass_pb2 as pb
 
 TOKENIZER_RETRY_S = 1.0
 """What an Overloaded tells its client to wait when too many requests are being tokenised."""
@@ -149,7 +149,7 @@ class FrontDoor:
         """Ends the tokenisation threads. Nothing may be open any more."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def tokenize(self, read: Callable[[], pb.TokenizeRequest]) -> Int32:
+    async def tokenize(self, read: Callable[[], Prompt]) -> Int32:
         """Returns token ids, int32 [num_tokens]. `read` is called in a thread. Both may raise RequestError."""
         return await self._in_thread(lambda: parse_tokenize(read(), self.tokenizer))
 
@@ -164,7 +164,7 @@ class FrontDoor:
         return True
 
     async def generate(
-        self, read: Callable[[], pb.GenerateRequest], *, deadline_s: float | None, traceparent: str = ""
+        self, read: Callable[[], CallRequest], *, deadline_s: float | None, traceparent: str = ""
     ) -> AsyncGenerator[Piece, None]:
         """Yields the call's answers in pieces. Raises RequestError when the call is refused or fails.
 
@@ -195,16 +195,16 @@ class FrontDoor:
         finally:
             self._close(call, error)
 
-    async def _accept(self, read: Callable[[], pb.GenerateRequest], deadline_s: float | None, traceparent: str) -> Call:
+    async def _accept(self, read: Callable[[], CallRequest], deadline_s: float | None, traceparent: str) -> Call:
         """Parses a request and opens its call. Counts it as refused if it is, or if its client leaves before that."""
         arrived_at, trace, num_answers = self._clock(), self._tracing.begin(traceparent), 1
 
         def parse() -> Parsed:
             nonlocal num_answers
-            message = read()
-            num_answers = num_asked(message)
+            asked = read()
+            num_answers = num_asked(asked)
             return parse_generate(
-                message,
+                asked,
                 self.tokenizer,
                 vocab_size=self.model.vocab_size,
                 max_model_len=self.core.max_model_len,

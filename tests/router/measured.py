@@ -10,13 +10,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from protocol.histogram import Histogram
 from protocol.messages import Address, ReplicaStatus
+from router.call_request import CallRequest, Prompt, SamplingOptions
 from router.config import RouterConfig
 from router.frontdoor import FrontDoor, Model
 from router.metrics import PREFIX
 from router.metrics_collector import RouterCollector
 from router.tokenizer import NumberTokenizer
 from tests.router.router_world import D, World
-from twopass.proto import twopass_pb2 as pb
 
 
 class Measured(World):
@@ -49,10 +49,10 @@ class Measured(World):
 
     def answer(self, *steps: Callable[[], None], max_tokens: int = 5) -> None:
         """Runs one call to its end. Once an engine has it, the steps follow one another."""
-        message = pb.GenerateRequest(text="<7> <8> <9>", sampling=pb.SamplingParams(max_tokens=max_tokens))
+        asked = CallRequest(prompt=Prompt(text="<7> <8> <9>"), sampling=SamplingOptions(max_tokens=max_tokens))
 
         async def read() -> None:
-            async for _ in self.door.generate(lambda: message, deadline_s=None):
+            async for _ in self.door.generate(lambda: asked, deadline_s=None):
                 continue
 
         async def main() -> None:

@@ -11,9 +11,10 @@ from protocol.messages import Address, Envelope, FinishReason, Message, TokenLog
 from router.admission import ClientRequest
 from router.config import RouterConfig
 from router.frontdoor import Core, FrontDoor, Model
+from router.grpc_door import GrpcDoor
+from router.listening import Listening
 from router.policy import ReplicaView
 from router.request import Delivered, Ended, Usage
-from router.server import Server
 from router.tokenizer import NumberTokenizer, Tokenizer
 from router.tracing import Tracing
 from tests.hang import HANG_S
@@ -87,7 +88,7 @@ class Serving:
     """What `scenario` hands to a test."""
 
     def __init__(
-        self, core: Any, door: FrontDoor, server: Server, address: str, sent: list[tuple[Address, Message]]
+        self, core: Any, door: FrontDoor, server: Listening, address: str, sent: list[tuple[Address, Message]]
     ) -> None:
         self.core, self.door, self.server, self.address, self.sent = core, door, server, address, sent
 
@@ -113,8 +114,8 @@ async def serving(
         clock=time.monotonic,
         tracing=tracing,
     )
-    server = Server(door, config)
-    port = await server.start()
+    server = Listening(door, [GrpcDoor(door, config)], config.tick_interval_s)
+    (port,) = await server.start()
     try:
         yield Serving(core, door, server, f"127.0.0.1:{port}", sent)
     finally:

@@ -8,11 +8,11 @@ import pytest
 from protocol.errors import Overloaded, RequestError
 from protocol.messages import Address, EngineRequest, StageSeconds
 from protocol.preemption import MODE_COUNTERS, REASON_COUNTERS
+from router.call_request import CallRequest, Prompt, SamplingOptions
 from router.metrics import METRICS, PREFIX
 from tests.hang import HANG_S
 from tests.router.measured import Measured
 from tests.router.router_world import D, P
-from twopass.proto import twopass_pb2 as pb
 
 
 def test_names_are_written_once_and_in_base_units() -> None:
@@ -153,23 +153,23 @@ def test_an_engine_replaced_without_a_farewell_is_counted_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "reason"),
+    ("asked", "reason"),
     [
-        (pb.GenerateRequest(text="<1>", sampling=pb.SamplingParams(max_tokens=0)), "invalid"),
-        (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * 90)), "invalid"),
+        (CallRequest(prompt=Prompt(text="<1>"), sampling=SamplingOptions(max_tokens=0)), "invalid"),
+        (CallRequest(prompt=Prompt(token_ids=[1] * 90)), "invalid"),
     ],
 )
-def test_refusals_are_counted_by_reason(message: pb.GenerateRequest, reason: str) -> None:
+def test_refusals_are_counted_by_reason(asked: CallRequest, reason: str) -> None:
     world = Measured()
 
     async def ask() -> None:
         with pytest.raises(RequestError):
-            await anext(world.door.generate(lambda: message, deadline_s=None))
+            await anext(world.door.generate(lambda: asked, deadline_s=None))
 
     asyncio.run(ask())
     assert world.value("requests_rejected_total", reason=reason) == 1
     world.router.drain(1.0)
-    message = pb.GenerateRequest(text="<1>")
+    asked = CallRequest(prompt=Prompt(text="<1>"))
     asyncio.run(ask())
     assert world.value("requests_rejected_total", reason="draining") == 1
     assert world.value("requests_accepted_total") == 0
@@ -178,11 +178,11 @@ def test_refusals_are_counted_by_reason(message: pb.GenerateRequest, reason: str
 def test_a_request_is_one_answer_whether_it_is_accepted_or_refused() -> None:
     """There is room for 14 answers: 2 seats, 8 dispatched ahead and 4 that wait."""
     world = Measured(prefill=False, max_queue=4)
-    sampling = pb.SamplingParams(n=15, temperature=1.0, max_tokens=5)
+    asked = CallRequest(prompt=Prompt(text="<1>"), sampling=SamplingOptions(n=15, temperature=1.0, max_tokens=5))
 
     async def ask() -> None:
         with pytest.raises(Overloaded):
-            await anext(world.door.generate(lambda: pb.GenerateRequest(text="<1>", sampling=sampling), deadline_s=None))
+            await anext(world.door.generate(lambda: asked, deadline_s=None))
 
     asyncio.run(ask())
     assert world.value("requests_rejected_total", reason="queue_full") == 15
@@ -191,10 +191,8 @@ def test_a_request_is_one_answer_whether_it_is_accepted_or_refused() -> None:
     assert sum(world.door.totals.ends.values()) == 0
 
     async def fits() -> None:
-        sampling.n = 14
-        async with contextlib.aclosing(
-            world.door.generate(lambda: pb.GenerateRequest(text="<1>", sampling=sampling), deadline_s=None)
-        ) as answers:
+        asked = CallRequest(prompt=Prompt(text="<1>"), sampling=SamplingOptions(n=14, temperature=1.0, max_tokens=5))
+        async with contextlib.aclosing(world.door.generate(lambda: asked, deadline_s=None)) as answers:
             first = asyncio.ensure_future(anext(answers))
             while not world.router.active():
                 await asyncio.sleep(0)
@@ -212,7 +210,7 @@ def test_stages_add_up_to_the_whole() -> None:
     world = Measured(prefill=False)
 
     async def main() -> None:
-        answer = world.door.generate(lambda: pb.GenerateRequest(text="<1> <2>"), deadline_s=None)
+        answer = world.door.generate(lambda: CallRequest(prompt=Prompt(text="<1> <2>")), deadline_s=None)
         first = asyncio.ensure_future(anext(answer))
         while not world.router.active():
             await asyncio.sleep(0)

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from protocol.arrays import Int32
 from protocol.errors import InvalidRequest
 from protocol.messages import SamplingParams
-from router.parse import MAX_CHAT_MESSAGES, Parsed, parse_abort, parse_bytes, parse_generate
+from router.call_request import CallRequest, Prompt, SamplingOptions
+from router.grpc_codec import decode_bytes, decode_generate
+from router.parse import MAX_CHAT_MESSAGES, Parsed, check_id, parse_generate
 from router.tokenizer import NumberTokenizer
 from tests.router.bad_requests import MAX_MODEL_LEN, bad_message, good_request
 from tests.router.scripted_core import VOCAB_SIZE
@@ -35,7 +37,7 @@ SMALL = make_tokenizer()
 
 def parse(message: pb.GenerateRequest, **limits: Any) -> Parsed:
     limits = {"vocab_size": VOCAB_SIZE, "max_model_len": MAX_MODEL_LEN, "deadline_s": None, **limits}
-    return parse_generate(message, limits.pop("tokenizer", TOKENIZER), **limits)
+    return parse_generate(decode_generate(message), limits.pop("tokenizer", TOKENIZER), **limits)
 
 
 def check(message: pb.GenerateRequest) -> None:
@@ -61,7 +63,7 @@ def check(message: pb.GenerateRequest) -> None:
 @given(st.binary(max_size=64))
 def test_any_bytes_are_a_request_or_refused(data: bytes) -> None:
     try:
-        message = parse_bytes(pb.GenerateRequest, data, 4096)
+        message = decode_bytes(pb.GenerateRequest, data, 4096)
     except InvalidRequest:
         return
     check(message)
@@ -181,6 +183,29 @@ def test_a_chat_of_too_many_messages_is_refused() -> None:
 
 
 def test_an_abort_needs_an_id() -> None:
-    assert parse_abort(pb.AbortRequest(request_id="mine")) == "mine"
+    assert check_id("mine") == "mine"
     with pytest.raises(InvalidRequest):
-        parse_abort(pb.AbortRequest())
+        check_id("")
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        (CallRequest(prompt=Prompt(token_ids=[1, 2**80])), "token_ids[1]"),
+        (CallRequest(prompt=Prompt(token_ids=[2**31])), "token_ids[0]"),
+        (CallRequest(prompt=Prompt(token_ids=[1]), priority=2**31), "priority"),
+        *(
+            (CallRequest(prompt=Prompt(token_ids=[1]), sampling=sampling), field)
+            for field, sampling in (
+                ("max_tokens", SamplingOptions(max_tokens=2**70)),
+                ("min_tokens", SamplingOptions(min_tokens=2**70)),
+                ("top_k", SamplingOptions(top_k=2**70)),
+                ("seed", SamplingOptions(seed=2**70)),
+            )
+        ),
+    ],
+)
+def test_numbers_of_a_dialect_without_bounds_are_refused_by_name(asked: CallRequest, field: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        parse_generate(asked, TOKENIZER, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN, deadline_s=None)
+    assert raised.value.field == field

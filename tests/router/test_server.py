@@ -17,9 +17,9 @@ from protocol.errors import (
 )
 from protocol.messages import ROUTER_ID, Address, Envelope, Hello, PeerGap, ReplicaStatus, RouterStatus
 from router.config import RouterConfig
+from router.grpc_door import SERVICE
 from router.policy import ReplicaView
 from router.router import Router
-from router.server import SERVICE
 from tests.router.scripted_core import ScriptedCore, Serving, scenario, serving
 from twopass import AsyncClient
 

@@ -22,7 +22,7 @@ from protocol.errors import (
 )
 from router.admission import ClientRequest
 from router.config import RouterConfig
-from router.server import HARD_LIMIT_FACTOR, SERVICE
+from router.grpc_door import HARD_LIMIT_FACTOR, SERVICE
 from tests.router.bad_requests import MAX_MODEL_LEN, bad_data
 from tests.router.scripted_core import VOCAB_SIZE, ScriptedCore, Serving, echo, scenario
 from twopass import AsyncClient

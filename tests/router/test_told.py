@@ -10,12 +10,12 @@ import pytest
 import twopass
 from protocol.arrays import Int32
 from protocol.errors import DeadlineExceeded, RequestFailed
+from router.call_request import CallRequest, Prompt
 from router.tokenizer import NumberTokenizer
 from tests.hang import HANG_S
 from tests.router.scripted_core import VOCAB_SIZE, Serving, scenario
 from tests.router.test_tracing import Recorded
 from twopass import AsyncClient
-from twopass.proto import twopass_pb2 as pb
 
 Told = list[str]
 """How each answer ended for the client, in their order: a finish reason, or the name of a status."""
@@ -162,8 +162,8 @@ def test_counters_and_trace_say_what_the_client_was_told(
 
 def test_a_last_piece_that_nobody_takes_ends_nothing() -> None:
     async def test(s: Serving) -> None:
-        message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1]))
-        pieces = s.door.generate(lambda: message, deadline_s=None)
+        asked = CallRequest(prompt=Prompt(token_ids=[1]))
+        pieces = s.door.generate(lambda: asked, deadline_s=None)
         first = asyncio.ensure_future(anext(pieces))
         s.core.end((await s.next_submit()).request_id, "length")
         s.door.pump()

@@ -1,7 +1,8 @@
-"""The gRPC front door.
+"""The gRPC door.
 
 1. A call arrives as bytes. gRPC itself refuses messages far over `max_message_bytes`, so that nobody fills the memory.
-2. The front door validates, tokenises and submits the request, and yields the answer in pieces.
+2. `grpc_codec.py` decodes the message. The front door validates, tokenises and submits the request, and yields the
+   answer in pieces.
 3. Each piece is encoded and written as soon as the client takes it. A client that takes nothing for `write_timeout_s`
    loses its stream.
 4. A RequestError ends the call with its status. A closed call or a passed deadline cancels the handler and the request.
@@ -22,11 +23,12 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from protocol.errors import CapacityError, InvalidRequest, Overloaded, RequestCancelled, RequestError
+from protocol.errors import CapacityError, InvalidRequest, RequestCancelled, RequestError
 from router.config import RouterConfig
-from router.encode import encode_load, encode_piece
+from router.error_table import retry_after_s
 from router.frontdoor import FrontDoor
-from router.parse import parse_abort, parse_bytes
+from router.grpc_codec import decode_bytes, decode_generate, decode_prompt, encode_load, encode_piece
+from router.parse import check_id
 from twopass.proto import twopass_pb2 as pb
 
 M = TypeVar("M", bound=Message)
@@ -36,8 +38,6 @@ MAX_DETAILS_BYTES = 800
 """Longest text of an error. With its copies in the metadata it must fit into the 8 KB of headers a client takes."""
 HARD_LIMIT_FACTOR = 4
 """Messages up to this many times `max_message_bytes` are read, so that the status can say what is wrong with them."""
-FLUSH_TICKS = 10
-"""How many ticks the core's last errors get to reach their clients before the server closes."""
 
 
 class Context(Protocol):
@@ -52,8 +52,8 @@ class Context(Protocol):
     ) -> NoReturn: ...
 
 
-class Server:
-    """Listens from `start` to `stop`, on the event loop on which it was made."""
+class GrpcDoor:
+    """Listens from `start` to `stop`, on the event loop on which it was made. `run` serves in between."""
 
     def __init__(self, door: FrontDoor, config: RouterConfig) -> None:
         self._door, self._config = door, config
@@ -68,8 +68,6 @@ class Server:
         )
         self._health = health.aio.HealthServicer()
         self._serving: bool | None = None
-        self._stopped = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
         self._writers: set[_Writer] = set()
         # Requests come as bytes: if gRPC parsed them, a damaged message would end as INTERNAL.
         handlers = {
@@ -97,31 +95,10 @@ class Server:
             ) from error
         await self._report_health()
         await self._server.start()
-        self._tasks = [asyncio.create_task(self._door.run()), asyncio.create_task(self._watch())]
         return int(port)
 
-    async def wait(self) -> None:
-        """Returns after `stop`. Raises whatever error broke the core; such an error is a bug."""
-        stopped = asyncio.create_task(self._stopped.wait())
-        await asyncio.wait([stopped, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
-        for task in self._tasks:
-            if task.done() and not task.cancelled():
-                task.result()
-
-    async def stop(self, grace_s: float) -> None:
-        """Accepts nothing new, gives open answers `grace_s` seconds to end, and then ends them with an error."""
-        self._door.drain(grace_s)
-        await self._health.enter_graceful_shutdown()
-        await self._server.stop(grace_s + FLUSH_TICKS * self._config.tick_interval_s)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._door.close()
-        self._stopped.set()
-
-    async def _watch(self) -> None:
-        """Reports health and ends streams whose clients take nothing, once per tick."""
+    async def run(self) -> None:
+        """Reports health and ends streams whose clients take nothing, once per tick, until it is cancelled."""
         while True:
             await self._report_health()
             oldest = asyncio.get_running_loop().time() - self._config.write_timeout_s
@@ -129,6 +106,11 @@ class Server:
                 if writer.since < oldest:
                     writer.give_up()
             await asyncio.sleep(self._config.tick_interval_s)
+
+    async def stop(self, grace_s: float) -> None:
+        """Accepts nothing new. What is open in `grace_s` seconds is cut off."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)
 
     async def _report_health(self) -> None:
         serving = self._door.core.ready
@@ -142,8 +124,11 @@ class Server:
         writer, now, began = _Writer(), asyncio.get_running_loop().time, False
         self._writers.add(writer)
         try:
-            read = partial(parse_bytes, pb.GenerateRequest, data, self._config.max_message_bytes)
-            answers = self._door.generate(read, deadline_s=context.time_remaining(), traceparent=_traceparent(context))
+            answers = self._door.generate(
+                lambda: decode_generate(decode_bytes(pb.GenerateRequest, data, self._config.max_message_bytes)),
+                deadline_s=context.time_remaining(),
+                traceparent=_traceparent(context),
+            )
             async with aclosing(answers) as pieces:
                 async for piece in pieces:
                     writer.since = now()
@@ -168,7 +153,7 @@ class Server:
 
         async def handle(data: bytes, context: Context) -> Message:
             try:
-                return await answer(partial(parse_bytes, kind, data, self._config.max_message_bytes))
+                return await answer(partial(decode_bytes, kind, data, self._config.max_message_bytes))
             except RequestError as error:
                 await _abort(context, error)
 
@@ -177,11 +162,11 @@ class Server:
         )
 
     async def _tokenize(self, read: Callable[[], pb.TokenizeRequest]) -> pb.TokenizeResponse:
-        token_ids = await self._door.tokenize(read)
+        token_ids = await self._door.tokenize(lambda: decode_prompt(read()))
         return pb.TokenizeResponse(token_ids=token_ids.tolist(), max_model_len=self._door.core.max_model_len)
 
     async def _abort_request(self, read: Callable[[], pb.AbortRequest]) -> pb.AbortResponse:
-        return pb.AbortResponse(aborted=self._door.abort(parse_abort(read())))
+        return pb.AbortResponse(aborted=self._door.abort(check_id(read().request_id)))
 
     async def _get_server_info(self, read: Callable[[], pb.GetServerInfoRequest]) -> pb.GetServerInfoResponse:
         read()
@@ -256,9 +241,9 @@ async def _abort(context: Context, error: RequestError) -> NoReturn:
     text = str(error).encode("utf-8", "replace")[:MAX_DETAILS_BYTES].decode("utf-8", "ignore")
     status = status_pb2.Status(code=code.value[0], message=text)
     metadata: tuple[tuple[str, str | bytes], ...] = ()
-    if isinstance(error, Overloaded):
-        metadata = (("retry-after-s", f"{error.retry_after_s:g}"),)
-        delay = Duration(seconds=int(error.retry_after_s), nanos=int(error.retry_after_s % 1 * 1e9))
+    if (hint_s := retry_after_s(error)) is not None:
+        metadata = (("retry-after-s", f"{hint_s:g}"),)
+        delay = Duration(seconds=int(hint_s), nanos=int(hint_s % 1 * 1e9))
         status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
     elif isinstance(error, InvalidRequest):
         metadata = (("invalid-field", error.field),)

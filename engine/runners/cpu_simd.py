@@ -8,7 +8,6 @@ CPU's are narrower, but for those of decodes, which are as wide as the CPU's.
 The file is longer than 300 lines because it is the one place in which vector code is emitted.
 """
 
-import functools
 from collections.abc import Callable
 from itertools import product
 from typing import Any, Literal
@@ -432,28 +431,48 @@ def make_product(num_columns: int, a_stride: int, b_stride: int, c_stride: int, 
     return _piece(4, emit)
 
 
-def make_dots(num_rows: int, num_columns: int, num_terms: int, pairs: bool, kind: Kind = "bf16") -> Any:
-    """piece(x, weights, out, stride): dots `num_rows` rows of x with `num_columns` rows of weights, all bf16 or all
-    float16 [., num_terms], in float32.
+def make_dots(num_rows: int, num_columns: int, num_terms: int, pairs: bool, kind: Kind, lanes: int) -> Any:
+    """piece(x, weights, out, stride): dots `num_rows` rows of x with `num_columns` rows of weights [., num_terms], bf16
+    or float16, in float32.
 
-    Row r's results go to out + r * `stride` floats. num_terms: a multiple of 32, num_columns: 1, 2 or 4. `pairs`: bf16,
-    by the instructions of avx512bf16.
+    Row r's results go to out + r * `stride` floats. num_terms: a multiple of 32, num_columns: 1, 2 or 4. `pairs`: x is
+    bf16 too, and both go to the instructions of avx512bf16; else x is float32, as `make_widen_parts` makes it for as
+    many `lanes`.
     """
-    step = _pair_step if pairs else functools.partial(_widened_step, _halves if kind == "f16" else _even_and_odd)
 
     def emit(builder: Any, x: Any, weights: Any, out: Any, stride: Any) -> None:
-        zero = ir.Constant(VECTOR, [0.0] * WIDTH)
+        zero = ir.Constant(ir.VectorType(FLOAT, lanes), [0.0] * lanes)
         sums = [[cgutils.alloca_once_value(builder, zero) for _ in range(num_columns)] for _ in range(num_rows)]
-        with cgutils.for_range(builder, ir.Constant(INT64, num_terms // (2 * WIDTH))) as loop:
-            first = builder.mul(loop.index, ir.Constant(INT64, 4 * WIDTH))
+        with cgutils.for_range(builder, ir.Constant(INT64, num_terms // (2 * lanes))) as loop:
+            first = builder.mul(loop.index, ir.Constant(INT64, 4 * lanes))
+            here = builder.add(weights, first)
             for c in range(num_columns):
-                _prefetch(builder, builder.add(weights, first), 2 * num_terms * c + AHEAD)
-            step(builder, builder.add(x, first), builder.add(weights, first), 2 * num_terms, sums)
+                _prefetch(builder, here, 2 * num_terms * c + AHEAD)
+            if pairs:
+                _pair_step(builder, builder.add(x, first), here, 2 * num_terms, sums)
+            else:
+                terms = builder.add(x, builder.mul(first, ir.Constant(INT64, 2)))
+                _part_step(builder, terms, here, num_terms, kind, lanes, sums)
         for r, row in enumerate(sums):
             at = builder.add(out, builder.mul(stride, ir.Constant(INT64, 4 * r)))
-            _store(builder, _lane_sums(builder, [builder.load(place, typ=VECTOR) for place in row]), at, 0)
+            _store(builder, _lane_sums(builder, [builder.load(place, typ=zero.type) for place in row]), at, 0)
 
     return _piece(4, emit)
+
+
+def make_widen_parts(num_terms: int, kind: Kind, lanes: int) -> Any:
+    """piece(row, out): a bf16 or float16 row [num_terms] as float32, in the order in which `make_dots` loads its
+    weights.
+    """
+
+    def emit(builder: Any, row: Any, out: Any) -> None:
+        with cgutils.for_range(builder, ir.Constant(INT64, num_terms // (2 * lanes))) as loop:
+            first = builder.mul(loop.index, ir.Constant(INT64, 4 * lanes))
+            to = builder.add(out, builder.mul(first, ir.Constant(INT64, 2)))
+            for i, part in enumerate(_load_part(builder, builder.add(row, first), 0, lanes, kind)):
+                _store(builder, part, to, 4 * lanes * i)
+
+    return _piece(2, emit)
 
 
 def _pair_step(builder: Any, x: Any, weights: Any, row_bytes: int, sums: list[list[Any]]) -> None:
@@ -470,29 +489,17 @@ def _pair_step(builder: Any, x: Any, weights: Any, row_bytes: int, sums: list[li
             builder.store(builder.call(add_products, [builder.load(place, typ=VECTOR), terms, column]), place)
 
 
-def _even_and_odd(builder: Any, address: Any, num_bytes: int) -> tuple[Any, Any]:
-    """32 elements of bf16 as float32: those of even index first, for a shift and a mask part them."""
-    words = builder.load(_at(builder, address, num_bytes, WORDS), align=2, typ=WORDS)
-    return _widened(builder, words, odd=False), _widened(builder, words, odd=True)
-
-
-def _halves(builder: Any, address: Any, num_bytes: int) -> tuple[Any, Any]:
-    """32 elements of float16 as float32."""
-    return _load_halves(builder, address, num_bytes), _load_halves(builder, address, num_bytes + 2 * WIDTH)
-
-
-def _widened_step(
-    load: Callable[..., tuple[Any, Any]], builder: Any, x: Any, weights: Any, row_bytes: int, sums: list[list[Any]]
+def _part_step(
+    builder: Any, x: Any, weights: Any, num_terms: int, kind: Kind, lanes: int, sums: list[list[Any]]
 ) -> None:
-    """Adds 32 terms of every dot, as `load` widens them to float32."""
-    columns = [load(builder, weights, c * row_bytes) for c in range(len(sums[0]))]
-    for r, row in enumerate(sums):
-        terms = load(builder, x, r * row_bytes)
-        for place, column in zip(row, columns, strict=True):
-            total = builder.load(place, typ=VECTOR)
-            for term, weight in zip(terms, column, strict=True):
-                total = _fma(builder, term, weight, total)
-            builder.store(total, place)
+    """Adds 2 * lanes terms of every dot."""
+    vector = ir.VectorType(FLOAT, lanes)
+    columns = [_load_part(builder, weights, c * num_terms, lanes, kind) for c in range(len(sums[0]))]
+    for i in (0, 1):
+        for r, row in enumerate(sums):
+            terms = _load(builder, x, 4 * (r * num_terms + i * lanes), vector)
+            for place, column in zip(row, columns, strict=True):
+                builder.store(_fma(builder, terms, column[i], builder.load(place, typ=vector)), place)
 
 
 def make_tiles(most_rows: int, num_vectors: int, *, pitch: int, width: int, pairs: bool) -> Any:

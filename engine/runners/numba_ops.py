@@ -115,7 +115,7 @@ class NumbaOps:
         if self._head is None:
             return float32_logits(x, lm_head)
         out = torch.empty(len(x), len(lm_head))
-        self._head(_array(x), _array(lm_head), out.numpy(), self._num_threads)
+        self._head(_array(x), _array(lm_head), np.empty(x.shape, np.float32), out.numpy(), self._num_threads)
         return out
 
     def _shape(self, attention: Attention) -> Shape:

@@ -35,7 +35,7 @@ def test_dots_of_every_row_in_float32(vocab_size: int, num_bins: int, kind: Kind
         x = torch.randn(num_rows, hidden, generator=generator).to(dtype)
         out = np.full((num_rows, vocab_size), np.nan, np.float32)
         with one_compiles(cpu_head.SOURCES):
-            head(x.view(bits).numpy(), weights.view(bits).numpy(), out, num_bins)
+            head(x.view(bits).numpy(), weights.view(bits).numpy(), np.empty(x.shape, np.float32), out, num_bins)
         exact = x.double() @ weights.double().T
         torch.testing.assert_close(torch.from_numpy(out).double(), exact, rtol=0, atol=2e-5)
         torch.testing.assert_close(float32_logits(x, weights).double(), exact, rtol=0, atol=2e-5)

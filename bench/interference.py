@@ -149,12 +149,12 @@ def row(
         }
     )
     with Deployment(config, lambda text: None) as deployment:
-        load = load or Load.fitting(asyncio.run(_lone_long_s(deployment.port)))
+        load = load or Load.fitting(asyncio.run(_lone_long_s(deployment.ports.grpc_port)))
         note(
             f"{name}: {QUIET_S:g} s quiet, then {load.duration_s:.0f} s with a long prompt every {load.arrival_s:.1f} s"
         )
-        quiet = np.array(asyncio.run(_quiet(deployment.port))) * 1e3
-        gaps, firsts = asyncio.run(_loaded(deployment.port, load))
+        quiet = np.array(asyncio.run(_quiet(deployment.ports.grpc_port))) * 1e3
+        gaps, firsts = asyncio.run(_loaded(deployment.ports.grpc_port, load))
     loud = np.array(gaps) * 1e3
     quiet_p50, quiet_p99, p50, p99 = (float(np.percentile(times, q)) for times in (quiet, loud) for q in (50, 99))
     decode_speed, long_ttft = len(gaps) / load.duration_s, float(np.median(firsts))

@@ -217,11 +217,11 @@ def serving_rows(
     )
     rows = []
     with Deployment(config, note) as deployment:
-        asyncio.run(_load(deployment.port, 8, seed=1))  # warms up memory and caches
+        asyncio.run(_load(deployment.ports.grpc_port, 8, seed=1))  # warms up memory and caches
         for batch in sizes:
             note(f"{name}, {batch} requests")
             before = _counted(deployment)
-            seconds, answers = asyncio.run(_load(deployment.port, batch, seed=2 + batch))
+            seconds, answers = asyncio.run(_load(deployment.ports.grpc_port, batch, seed=2 + batch))
             spent = {key: value - before.get(key, 0.0) for key, value in _counted(deployment).items()}
             rows.append(_row(name, seconds, answers, spent, prefill > 0))
         pids = [deployment.actor(load.address.replica_id).call("pid") for load in deployment.loads()]

@@ -189,7 +189,7 @@ def soak(minutes: float, seed: int) -> Report:
     """Starts a deployment, puts it under load, and stops it."""
 
     async def load(seconds: float, seed: int) -> Counter[str]:
-        async with AsyncClient(f"127.0.0.1:{deployment.port}", timeout_s=60.0) as client:
+        async with AsyncClient(f"127.0.0.1:{deployment.ports.grpc_port}", timeout_s=60.0) as client:
             load = Load(client, seed)
             await load.until(time.monotonic() + seconds)
             return load.ends

@@ -104,10 +104,12 @@ def serve(
         if warning := job_warning(drain_s):
             console.print(f"warning: {warning}", style="yellow")
         with Deployment(loaded, console.print) as deployment:
-            stop.serving = True
-            console.print(f"serving on {_reached_at(loaded.router.grpc_host, deployment.port)}; Ctrl-C drains")
+            stop.serving, ports = True, deployment.ports
+            console.print(f"serving on {_reached_at(loaded.router.grpc_host, ports.grpc_port)}; Ctrl-C drains")
+            if ports.http_port is not None:
+                console.print(f"OpenAI API on http://{_reached_at(loaded.router.http_host, ports.http_port, '/v1')}")
             console.print(
-                f"metrics on http://{_reached_at(loaded.router.metrics_host, deployment.metrics_port, '/metrics')}"
+                f"metrics on http://{_reached_at(loaded.router.metrics_host, ports.metrics_port, '/metrics')}"
             )
             if timings:
                 console.print(timings_table(deployment.start_times()))

@@ -112,7 +112,7 @@ async def _answer_all(deployment: Deployment, answers: list[Answer], console: Co
     stopping = threading.Event()
     watching = asyncio.create_task(asyncio.to_thread(_watch, deployment, busiest, stopping))
     try:
-        async with AsyncClient(f"127.0.0.1:{deployment.port}") as client:
+        async with AsyncClient(f"127.0.0.1:{deployment.ports.grpc_port}") as client:
             tasks = [asyncio.create_task(_answer(client, answer)) for answer in answers]
             if console.is_terminal:
                 with Live(console=console, auto_refresh=False) as live:

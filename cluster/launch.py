@@ -14,16 +14,15 @@ from decode_pool.actor import DecodeActor
 from prefill_pool.actor import PrefillActor
 from protocol.messages import Address, PoolName
 from router.actor import RouterActor
+from router.config import Ports
 
 Parts = tuple[type, tuple[object, ...]]
 
 
-def router(
-    config: ClusterConfig, address: Address, mailbox: Mailbox, *, port: int, metrics_port: int, vocab_size: int
-) -> Parts:
+def router(config: ClusterConfig, address: Address, mailbox: Mailbox, *, ports: Ports, vocab_size: int) -> Parts:
     model_dir = Path(config.model) if config.model is not None else None
-    ports = replace(config.router, grpc_port=port, metrics_port=metrics_port)
-    return RouterActor, (address, config.log_level, ports, model_dir, vocab_size, mailbox)
+    router_config = replace(config.router, **ports._asdict())
+    return RouterActor, (address, config.log_level, router_config, model_dir, vocab_size, mailbox)
 
 
 def engine(

@@ -32,6 +32,7 @@ from kv_transfer.segment import PREFIX, remove_stale
 from protocol.errors import CapacityError, ClusterLost, StartupError
 from protocol.messages import ROUTER_ID, Address
 from protocol.start_times import Phase, phase, phases
+from router.config import Ports
 
 if TYPE_CHECKING:
     from router.policy import ReplicaView
@@ -59,10 +60,8 @@ class Deployment:
     progress: Progress
     prefix: str = field(default_factory=lambda: f"{PREFIX}{secrets.token_hex(4)}-")
     """Begins the name of every shared-memory file of this deployment. Without its last dash it is the Ray namespace."""
-    port: int = 0
-    """Port on which gRPC is served."""
-    metrics_port: int = 0
-    """Port that Prometheus scrapes."""
+    ports: Ports = field(init=False)
+    """Where the router listens, once it has started."""
     _epoch: int = 0
     _ray: RayCluster = field(init=False)
     _router: ReplicaProcess = field(default_factory=lambda: ReplicaProcess(ROUTER_ID, "router", None))
@@ -188,7 +187,7 @@ class Deployment:
         if not is_given():
             needs = preflight.needs_of(config)
             preflight.check(needs, preflight.this_machine(with_gpus=needs.num_gpus > 0))
-        self.port, self.metrics_port = config.router.grpc_port, config.router.metrics_port
+        self.ports = config.router.ports
         names = [(f"{name}-{i}", name) for name, pool in config.pools.items() for i in range(pool.replicas)]
         self._engines = [ReplicaProcess(name, role, bundle) for bundle, (name, role) in enumerate(names)]
         bundles = [Bundle(pool.threads, pool.num_gpus) for pool in map(self._pool, self._engines)]
@@ -228,8 +227,7 @@ class Deployment:
                 config,
                 address,
                 mailbox,
-                port=self.port,
-                metrics_port=self.metrics_port,
+                ports=self.ports,
                 vocab_size=self._vocab_size,
             )
         else:
@@ -241,14 +239,13 @@ class Deployment:
         place.ask("start", now)
 
     def _came_up(self, place: ReplicaProcess, answer: Any, now: float) -> None:
-        """Notes that a process has started. `answer` is what its `start` returned: the port if it is a router."""
+        """Notes that a process has started. `answer` is what its `start` returned: the ports if it is a router."""
         place.state, place.since = "up", now
         place.ask("failure", now)
         if place.role != "router":
             self._ask_router("replica_started", place.live.address)
             return
-        self.port = answer
-        self.metrics_port = self._ask_router("metrics_port") or self.metrics_port
+        self.ports = answer
         for engine in self._engines:
             if engine.state == "up":
                 self._ask_router("replica_started", engine.live.address)
@@ -283,7 +280,7 @@ class Deployment:
             self._ask_router("replica_down", place.live.address)
         elif place.state == "starting" and place.role == "router":
             # Another process may have taken a port that the system had chosen, so the system may choose again.
-            self.port, self.metrics_port = self.config.router.grpc_port, self.config.router.metrics_port
+            self.ports = self.config.router.ports
         if place.state == "up" and now - place.since > STABLE_S:
             place.num_deaths = 0
         place.live.kill()

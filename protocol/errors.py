@@ -3,6 +3,7 @@
 TwopassError
 ├── RequestError                  one request; nobody else is harmed
 │   ├── InvalidRequest            INVALID_ARGUMENT    no    names field, value and limit
+│   ├── NotFound                  NOT_FOUND           no    names field, value and what there is
 │   ├── Overloaded                RESOURCE_EXHAUSTED  yes   names when to retry
 │   ├── Draining                  UNAVAILABLE         yes
 │   ├── DeadlineExceeded          DEADLINE_EXCEEDED   no
@@ -53,6 +54,16 @@ class InvalidRequest(RequestError):
     def __init__(self, field: str, value: object, limit: str) -> None:
         super().__init__(f"{field}: {value} is not allowed: {limit}")
         self.field, self.value, self.limit = field, value, limit
+
+
+class NotFound(RequestError):
+    """What the request names is not here. `limit`: what there is instead."""
+
+    code = "NOT_FOUND"
+
+    def __init__(self, field: str, value: object, limit: str) -> None:
+        super().__init__(f"{field}: {value} is not found: {limit}")
+        self.field = field
 
 
 class Overloaded(RequestError):

@@ -20,10 +20,10 @@ from protocol.delivery import Incoming, Outgoing
 from protocol.errors import startup_errors
 from protocol.log import LogLevel, configure
 from protocol.messages import ROUTER_ID, Address, Envelope, Message
-from router.config import RouterConfig
+from router.config import Ports, RouterConfig
 from router.frontdoor import FrontDoor, Model
 from router.grpc_door import GrpcDoor
-from router.listening import Listening
+from router.listening import Listener, Listening
 from router.metrics_collector import RouterCollector
 from router.metrics_server import MetricsServer
 from router.policy import ReplicaView
@@ -65,12 +65,12 @@ class RouterActor:
         self._tracing: SpanTracing | None = None
         self._serving: asyncio.Future[tuple[None, None]] | None = None
 
-    async def start(self) -> int:
-        """Loads the tokenizer and starts to listen. Returns the gRPC port. Raises StartupError, whatever happened."""
+    async def start(self) -> Ports:
+        """Loads the tokenizer and starts to listen. Raises StartupError, whatever happened."""
         with startup_errors(ROUTER_ID):
             return await self._start()
 
-    async def _start(self) -> int:
+    async def _start(self) -> Ports:
         with start_times.phase("tokenizer"):
             tokenizer = load_tokenizer(self._model_dir, self._vocab_size)
         self._tracing = export_to(self._config.otlp_endpoint) if self._config.otlp_endpoint else None
@@ -78,14 +78,21 @@ class RouterActor:
         self._door = FrontDoor(
             self._core, tokenizer, self._config, model, send=self._post, clock=time.monotonic, tracing=self._tracing
         )
-        self._listening = Listening(self._door, [GrpcDoor(self._door, self._config)], self._config.tick_interval_s)
-        self._metrics = MetricsServer(RouterCollector(self._core, self._door), self._config)
+        collector = RouterCollector(self._core, self._door)
+        listeners: list[Listener] = [GrpcDoor(self._door, self._config)]
+        if self._config.http_port is not None:
+            from router.http_door import HttpDoor  # only where it is wanted: its packages take 0.2 s
+
+            listeners.append(HttpDoor(self._door, self._config, collector))
+        self._listening = Listening(self._door, listeners, self._config.tick_interval_s)
+        self._metrics = MetricsServer(collector, self._config)
         with start_times.phase("ports"):
-            self._metrics_port = self._metrics.start()
-            (port,) = await self._listening.start()
+            metrics_port = self._metrics.start()
+            grpc_port, *http_port = await self._listening.start()
         self._serving = asyncio.gather(self._listening.wait(), self._receive())
-        log.info("started", extra={"pid": os.getpid(), "grpc_port": port, "metrics_port": self._metrics_port})
-        return port
+        ports = Ports(grpc_port, http_port[0] if http_port else None, metrics_port)
+        log.info("started", extra={"pid": os.getpid(), **ports._asdict()})
+        return ports
 
     async def pid(self) -> int:
         return os.getpid()
@@ -93,9 +100,6 @@ class RouterActor:
     async def start_times(self) -> list[start_times.Phase]:
         """Returns what this process did when while it started."""
         return start_times.phases()
-
-    async def metrics_port(self) -> int:
-        return self._metrics_port
 
     async def deliver(self, envelope: Envelope) -> None:
         self._inbox.put_nowait(envelope)

@@ -1,9 +1,18 @@
 """The router's configuration."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from protocol.errors import ConfigError
 from router.policy import POLICIES, Disaggregation
+
+
+class Ports(NamedTuple):
+    """Where a router listens. `http_port` is None if it has no HTTP door."""
+
+    grpc_port: int
+    http_port: int | None
+    metrics_port: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,6 +23,10 @@ class RouterConfig:
     """The interface to listen on. The default is loopback, because the port asks for no authentication."""
     grpc_port: int = 50051
     """The port to listen on. With 0 the system chooses a free one."""
+    http_host: str = "127.0.0.1"
+    """The interface on which OpenAI's dialect is served."""
+    http_port: int | None = None
+    """The port to listen on. With 0 the system chooses a free one. None: there is no HTTP door."""
     metrics_host: str = "127.0.0.1"
     """The interface on which Prometheus finds the whole deployment's metrics."""
     metrics_port: int = 9464
@@ -54,9 +67,10 @@ class RouterConfig:
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise ConfigError(f"policy: {self.policy!r} is not one of {', '.join(POLICIES)}")
-        for name in ("grpc_port", "metrics_port"):
-            if not 0 <= getattr(self, name) <= 65535:
-                raise ConfigError(f"{name}: {getattr(self, name)} is not in [0, 65535]")
+        for name in ("grpc_port", "http_port", "metrics_port"):
+            port = getattr(self, name)
+            if port is not None and not 0 <= port <= 65535:
+                raise ConfigError(f"{name}: {port} is not in [0, 65535]")
         if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
             raise ConfigError(f"otlp_endpoint: {self.otlp_endpoint!r} is no URL of http or https")
         if self.min_disaggregated_tokens < 0:
@@ -73,3 +87,8 @@ class RouterConfig:
         for name in timeouts:
             if (value := getattr(self, name)) <= self.status_interval_s:
                 raise ConfigError(f"{name}: {value} is not above status_interval_s {self.status_interval_s}")
+
+    @property
+    def ports(self) -> Ports:
+        """Those that are asked for; 0 stands for a free one."""
+        return Ports(self.grpc_port, self.http_port, self.metrics_port)

@@ -19,6 +19,7 @@ class Row(NamedTuple):
 
 ROWS: dict[str, Row] = {
     "INVALID_ARGUMENT": Row(400, "invalid_request_error"),
+    "NOT_FOUND": Row(404, "invalid_request_error"),
     "RESOURCE_EXHAUSTED": Row(429, "rate_limit_error"),
     "CANCELLED": Row(499, "cancelled"),
     "INTERNAL": Row(500, "server_error"),

@@ -151,7 +151,7 @@ class FrontDoor:
 
     async def tokenize(self, read: Callable[[], Prompt]) -> Int32:
         """Returns token ids, int32 [num_tokens]. `read` is called in a thread. Both may raise RequestError."""
-        return await self._in_thread(lambda: parse_tokenize(read(), self.tokenizer))
+        return await self.in_thread(lambda: parse_tokenize(read(), self.tokenizer))
 
     def abort(self, request_id: str) -> bool:
         """Ends an open call by its id, with an error for its client. Returns False if no such call is open."""
@@ -213,7 +213,7 @@ class FrontDoor:
             )
 
         try:
-            parsed = await self._in_thread(parse)
+            parsed = await self.in_thread(parse)
             return self._open(parsed, arrived_at, trace, deadline_s)
         except (RequestError, asyncio.CancelledError) as raised:
             refusal = raised if isinstance(raised, RequestError) else self._gone(arrived_at, deadline_s)
@@ -251,7 +251,7 @@ class FrontDoor:
             return DeadlineExceeded(f"deadline: {deadline_s:g} s have passed")
         return RequestCancelled("the client is gone")
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
+    async def in_thread(self, work: Callable[[], T]) -> T:
         """Runs `work` beside the event loop. Raises Overloaded if `max_queue` such works are already under way."""
         if self._num_in_threads >= self._config.max_queue:
             raise Overloaded(f"{self._num_in_threads} requests wait for tokenisation", retry_after_s=TOKENIZER_RETRY_S)

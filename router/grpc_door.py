@@ -9,7 +9,6 @@
 """
 
 import asyncio
-import importlib.metadata
 import math
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import aclosing
@@ -29,6 +28,7 @@ from router.error_table import retry_after_s
 from router.frontdoor import FrontDoor
 from router.grpc_codec import decode_bytes, decode_generate, decode_prompt, encode_load, encode_piece
 from router.parse import check_id
+from router.version import version
 from twopass.proto import twopass_pb2 as pb
 
 M = TypeVar("M", bound=Message)
@@ -172,7 +172,7 @@ class GrpcDoor:
         read()
         door = self._door
         return pb.GetServerInfoResponse(
-            version=_version(),
+            version=version(),
             model=door.model.name,
             max_model_len=door.core.max_model_len,
             ready=door.core.ready,
@@ -216,14 +216,6 @@ class _Writer:
     def give_up(self) -> None:
         self.since, self.gave_up = math.inf, True
         self.task.cancel()
-
-
-def _version() -> str:
-    """Version of the installed package, or "" where the server runs from a source tree."""
-    try:
-        return importlib.metadata.version("twopass")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def _traceparent(context: Context) -> str:

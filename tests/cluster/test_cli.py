@@ -77,8 +77,9 @@ def test_serve_says_everything_as_it_is_on_one_line_each(host: str, address: str
     code = """
 import cluster.serve, json, os, signal, sys
 from protocol.start_times import Phase
+from router.config import Ports
 class Deployment:
-    port, metrics_port = 7, 8
+    ports = Ports(7, 9, 8)
     def __init__(self, config, progress):
         for text in json.loads(os.environ["TEXTS"]):
             progress(text)

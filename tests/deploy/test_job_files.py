@@ -55,8 +55,9 @@ def test_the_entrypoint_opens_the_ports_that_the_pod_and_the_service_name(
 ) -> None:
     assert arguments[:4] == ["python", "-m", "cluster", "serve"]
     named = {port["name"]: port["containerPort"] for port in head["containers"][0]["ports"]}
-    assert (config.router.grpc_port, config.router.metrics_port) == (named["grpc"], named["metrics"])
-    assert (config.router.grpc_host, config.router.metrics_host) == ("0.0.0.0", "0.0.0.0")
+    router = config.router
+    assert tuple(router.ports) == (named["grpc"], named["http"], named["metrics"])
+    assert (router.grpc_host, router.http_host, router.metrics_host) == ("0.0.0.0", "0.0.0.0", "0.0.0.0")
     service = documents[1]["spec"]
     labels = documents[0]["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["metadata"]["labels"]
     assert service["selector"].items() <= labels.items()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
+import httpx
 import pytest
 
 from cluster.config import from_tree
@@ -27,7 +28,7 @@ def running() -> Iterator[Running]:
             "runner": "arithmetic",
             "prefill": pool,
             "decode": pool,
-            "router": {"grpc_port": 0, "metrics_port": 0, "status_interval_s": 0.2},
+            "router": {"grpc_port": 0, "http_port": 0, "metrics_port": 0, "status_interval_s": 0.2},
         }
     )
     events: SimpleQueue[str] = SimpleQueue()
@@ -48,6 +49,18 @@ def test_the_answer_is_exact_and_was_disaggregated(running: Running) -> None:
     )
     assert {"prefill", "transfer", "decode"} <= set(answer.timing.stages)
     assert sum(answer.timing.stages.values()) == pytest.approx(answer.timing.total_s, rel=0.01)
+
+
+def test_openais_dialect_gives_the_same_tokens(running: Running) -> None:
+    prompt = list(range(3, 300))
+    body = {"prompt": prompt, "max_tokens": 20, "temperature": 0.0}
+    answer = httpx.post(
+        f"http://127.0.0.1:{running.deployment.ports.http_port}/v1/completions",
+        json=body, timeout=HANG_S, trust_env=False,
+    ).json()  # fmt: skip
+    (choice,), usage = answer["choices"], answer["usage"]
+    assert choice["text"] == "".join(f"<{token_id}> " for token_id in expected_tokens(prompt, 20))
+    assert (choice["finish_reason"], usage["prompt_tokens"], usage["completion_tokens"]) == ("length", len(prompt), 20)
 
 
 def test_engines_and_the_router_are_as_urgent_as_their_supervisor(running: Running) -> None:

@@ -45,9 +45,9 @@ async def storm(port: int, num_requests: int, seed: int) -> Counter[str]:
 
 
 def test_blocks_and_memory_return_to_the_baseline(deployment: Deployment) -> None:
-    asyncio.run(storm(deployment.port, NUM_WARM_UP, seed=1))
+    asyncio.run(storm(deployment.ports.grpc_port, NUM_WARM_UP, seed=1))
     before = idle_capacity(deployment)
-    ends = asyncio.run(storm(deployment.port, NUM_REQUESTS, seed=2))
+    ends = asyncio.run(storm(deployment.ports.grpc_port, NUM_REQUESTS, seed=2))
     after = idle_capacity(deployment)
     growth = {name: (after.memory_bytes[name] - memory) / 2**20 for name, memory in before.memory_bytes.items()}
     print(f"{dict(ends)}; memory grew by {growth} MiB, allowed {MAX_GROWTH_BYTES / 2**20:g}")

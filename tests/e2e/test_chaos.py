@@ -36,7 +36,7 @@ def test_an_engine_that_freezes_is_replaced_and_no_stream_notices(running: Runni
 
 
 def test_a_killed_router_ends_its_streams_and_comes_back_on_its_port(running: Running) -> None:
-    port, epoch = running.deployment.port, running.deployment.actor("router").address.epoch
+    port, epoch = running.deployment.ports.grpc_port, running.deployment.actor("router").address.epoch
     router = next(pid for pid, command in descendants(os.getpid()).items() if "RouterActor" in command)
     with streaming(running.client) as streams:
         killed_at = time.monotonic()
@@ -45,7 +45,7 @@ def test_a_killed_router_ends_its_streams_and_comes_back_on_its_port(running: Ru
             assert isinstance(stream.exception(), Unavailable)
         await_back(running, "router")
         print(f"the router was back after {time.monotonic() - killed_at:.1f} s")
-    assert running.deployment.port == port
+    assert running.deployment.ports.grpc_port == port
     assert running.deployment.actor("router").address.epoch > epoch
     with Client(f"127.0.0.1:{port}", timeout_s=HANG_S) as client:
         until_served(client)

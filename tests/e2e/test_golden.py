@@ -34,7 +34,7 @@ def client(request: pytest.FixtureRequest, demo_model: Path) -> Iterator[Client]
     with (
         none_left(),
         Deployment(from_tree(tree), print) as deployment,
-        Client(f"127.0.0.1:{deployment.port}", timeout_s=HANG_S) as client,
+        Client(f"127.0.0.1:{deployment.ports.grpc_port}", timeout_s=HANG_S) as client,
     ):
         yield client
 

@@ -47,7 +47,9 @@ class Scraped:
 
 
 def scrape(deployment: Deployment) -> Samples:
-    with urllib.request.urlopen(f"http://127.0.0.1:{deployment.metrics_port}/metrics", timeout=HANG_S) as response:
+    with urllib.request.urlopen(
+        f"http://127.0.0.1:{deployment.ports.metrics_port}/metrics", timeout=HANG_S
+    ) as response:
         text = response.read().decode()
     found: Samples = {}
     for family in text_string_to_metric_families(text):
@@ -78,7 +80,7 @@ def deployment(request: pytest.FixtureRequest) -> Iterator[Deployment]:
 
 @pytest.fixture
 def client(deployment: Deployment) -> Iterator[Client]:
-    with Client(f"127.0.0.1:{deployment.port}", timeout_s=HANG_S) as client:
+    with Client(f"127.0.0.1:{deployment.ports.grpc_port}", timeout_s=HANG_S) as client:
         yield client
 
 
@@ -217,7 +219,7 @@ def test_prometheus_finds_a_series_for_every_expression(deployment: Deployment, 
         ]
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with running(tmp_path, f"127.0.0.1:{deployment.metrics_port}", port) as prometheus:
+    with running(tmp_path, f"127.0.0.1:{deployment.ports.metrics_port}", port) as prometheus:
         until = time.monotonic() + HANG_S
         while not prometheus.query('up{job="twopass"} == 1'):
             assert time.monotonic() < until, (tmp_path / "log").read_text()

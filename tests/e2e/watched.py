@@ -13,7 +13,7 @@ class Running:
 
     def __init__(self, deployment: Deployment, events: "SimpleQueue[str]") -> None:
         self.deployment, self.events = deployment, events
-        self.client = Client(f"127.0.0.1:{deployment.port}", timeout_s=HANG_S)
+        self.client = Client(f"127.0.0.1:{deployment.ports.grpc_port}", timeout_s=HANG_S)
         self._stopping = threading.Event()
         self._watcher = threading.Thread(target=self._watch)
         self._watcher.start()

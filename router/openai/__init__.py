@@ -1,0 +1,1 @@
+"""OpenAI's dialect: what its requests mean to a front door, and how answers are written in it."""

@@ -1,0 +1,57 @@
+"""An HTTP door in front of a scripted core, on a port that the system chooses."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+from prometheus_client.registry import CollectorRegistry
+
+from router.config import RouterConfig
+from router.frontdoor import FrontDoor, Model
+from router.http_door import HttpDoor
+from router.listening import Listening
+from router.tokenizer import NumberTokenizer, Tokenizer
+from tests.hang import HANG_S
+from tests.router.scripted_core import VOCAB_SIZE, ScriptedCore, Serving
+
+MODEL = "arithmetic"
+
+
+@asynccontextmanager
+async def http_serving(core: ScriptedCore, tokenizer: Tokenizer | None = None, **knobs: Any) -> AsyncIterator[Serving]:
+    config = RouterConfig(**{"http_port": 0, **knobs})
+    door = FrontDoor(
+        core,
+        tokenizer or NumberTokenizer(VOCAB_SIZE),
+        config,
+        Model(MODEL, VOCAB_SIZE),
+        send=lambda address, message: None,
+        clock=time.monotonic,
+    )
+    server = Listening(door, [HttpDoor(door, config, CollectorRegistry())], config.tick_interval_s)
+    (port,) = await server.start()
+    try:
+        yield Serving(core, door, server, f"http://127.0.0.1:{port}", [])
+    finally:
+        await server.stop(0.0)
+
+
+def http_scenario(
+    test: Callable[[Serving, httpx.AsyncClient], Awaitable[None]],
+    core: ScriptedCore | None = None,
+    tokenizer: Tokenizer | None = None,
+    **knobs: Any,
+) -> None:
+    """Runs `test` against a door around `core`, with a client that has its address."""
+
+    async def main() -> None:
+        async with (
+            http_serving(core or ScriptedCore(), tokenizer, **knobs) as served,
+            httpx.AsyncClient(base_url=served.address, timeout=HANG_S, trust_env=False) as client,
+        ):
+            await test(served, client)
+
+    asyncio.run(asyncio.wait_for(main(), HANG_S))

@@ -4,6 +4,8 @@ TwopassError
 ├── RequestError                  one request; nobody else is harmed
 │   ├── InvalidRequest            INVALID_ARGUMENT    no    names field, value and limit
 │   ├── NotFound                  NOT_FOUND           no    names field, value and what there is
+│   ├── Unauthenticated           UNAUTHENTICATED     no    no token, or one that nobody knows
+│   ├── PermissionDenied          PERMISSION_DENIED   no    the token is good, but not for this
 │   ├── Overloaded                RESOURCE_EXHAUSTED  yes   names when to retry
 │   ├── Draining                  UNAVAILABLE         yes
 │   ├── DeadlineExceeded          DEADLINE_EXCEEDED   no
@@ -64,6 +66,18 @@ class NotFound(RequestError):
     def __init__(self, field: str, value: object, limit: str) -> None:
         super().__init__(f"{field}: {value} is not found: {limit}")
         self.field = field
+
+
+class Unauthenticated(RequestError):
+    """Who calls has no token that is known here."""
+
+    code = "UNAUTHENTICATED"
+
+
+class PermissionDenied(RequestError):
+    """Who calls is known, and may not do this."""
+
+    code = "PERMISSION_DENIED"
 
 
 class Overloaded(RequestError):

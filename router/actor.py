@@ -22,10 +22,9 @@ from protocol.log import LogLevel, configure
 from protocol.messages import ROUTER_ID, Address, Envelope, Message
 from router.config import Ports, RouterConfig
 from router.frontdoor import FrontDoor, Model
-from router.grpc_door import GrpcDoor
-from router.listening import Listener, Listening
+from router.listeners import make_listeners
+from router.listening import Listening
 from router.metrics_collector import RouterCollector
-from router.metrics_server import MetricsServer
 from router.policy import ReplicaView
 from router.router import Router
 from router.tokenizer import load_tokenizer
@@ -78,19 +77,12 @@ class RouterActor:
         self._door = FrontDoor(
             self._core, tokenizer, self._config, model, send=self._post, clock=time.monotonic, tracing=self._tracing
         )
-        collector = RouterCollector(self._core, self._door)
-        listeners: list[Listener] = [GrpcDoor(self._door, self._config)]
-        if self._config.http_port is not None:
-            from router.http_door import HttpDoor  # only where it is wanted: its packages take 0.2 s
-
-            listeners.append(HttpDoor(self._door, self._config, collector))
-        self._listening = Listening(self._door, listeners, self._config.tick_interval_s)
-        self._metrics = MetricsServer(collector, self._config)
         with start_times.phase("ports"):
-            metrics_port = self._metrics.start()
-            grpc_port, *http_port = await self._listening.start()
+            listeners = make_listeners(self._door, self._config, RouterCollector(self._core, self._door))
+            self._listening = Listening(self._door, list(listeners.values()), self._config.tick_interval_s)
+            opened = await self._listening.start()
+        ports = self._config.ports._replace(**dict(zip(listeners, opened, strict=True)))
         self._serving = asyncio.gather(self._listening.wait(), self._receive())
-        ports = Ports(grpc_port, http_port[0] if http_port else None, metrics_port)
         log.info("started", extra={"pid": os.getpid(), **ports._asdict()})
         return ports
 
@@ -153,7 +145,6 @@ class RouterActor:
             await self._listening.stop(STOP_GRACE_S)
             self._serving.cancel()
             await asyncio.gather(self._serving, return_exceptions=True)
-            await self._metrics.stop()
             if self._tracing is not None:
                 await asyncio.to_thread(self._tracing.close)
 

@@ -2,10 +2,22 @@
 
 import heapq
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from protocol.arrays import Int32
 from protocol.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from protocol.messages import Hello, SamplingParams
+
+
+class Account(NamedTuple):
+    """Whose request it is, and what that one may use. None: no limit."""
+
+    name: str
+    max_in_flight: int | None = None
+    """Answers at once."""
+    tokens_per_minute: int | None = None
+    """Of prompts and answers together."""
+    admin: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +34,8 @@ class ClientRequest:
     deadline_s: float | None = None
     cache_salt: str = ""
     traceparent: str = ""
+    account: Account | None = None
+    """None where nobody asks who calls."""
 
 
 @dataclass(frozen=True, slots=True)

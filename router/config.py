@@ -1,5 +1,6 @@
 """The router's configuration."""
 
+import ipaddress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ class RouterConfig:
     """The addresses, limits and timers of the router. Durations are in seconds."""
 
     grpc_host: str = "127.0.0.1"
-    """The interface to listen on. The default is loopback, because the port asks for no authentication."""
+    """The interface to listen on. One that other machines reach needs TLS, or `insecure`."""
     grpc_port: int = 50051
     """The port to listen on. With 0 the system chooses a free one."""
     http_host: str = "127.0.0.1"
@@ -31,6 +32,16 @@ class RouterConfig:
     """The interface on which Prometheus finds the whole deployment's metrics."""
     metrics_port: int = 9464
     """The port to listen on. With 0 the system chooses a free one."""
+    tls_cert_file: str | None = None
+    """A PEM file with the certificate chain of all ports, its own first. With None they speak plaintext."""
+    tls_key_file: str | None = None
+    """The PEM file with the certificate's private key."""
+    tls_client_ca_file: str | None = None
+    """A PEM file with the authorities of clients, which then need a certificate of one of them."""
+    tokens_file: str | None = None
+    """The file of those who may call, see router/accounts.py. With None nobody is asked for a token."""
+    insecure: bool = False
+    """Whether ports that other machines reach may speak plaintext."""
     otlp_endpoint: str | None = None
     """Where the spans of every call go by OTLP over HTTP, as in http://127.0.0.1:4318/v1/traces. None exports none."""
     policy: str = "least_loaded"
@@ -71,6 +82,17 @@ class RouterConfig:
             port = getattr(self, name)
             if port is not None and not 0 <= port <= 65535:
                 raise ConfigError(f"{name}: {port} is not in [0, 65535]")
+        if (self.tls_cert_file is None) != (self.tls_key_file is None):
+            raise ConfigError("tls_cert_file, tls_key_file: one needs the other")
+        if self.tls_client_ca_file is not None and self.tls_cert_file is None:
+            raise ConfigError("tls_client_ca_file: needs tls_cert_file and tls_key_file")
+        if self.tls_cert_file is None and not self.insecure:
+            for name in ("grpc_host", "http_host", "metrics_host"):
+                if not _is_loopback(host := getattr(self, name)):
+                    raise ConfigError(
+                        f"{name}: other machines reach {host}, and the port speaks plaintext: give tls_cert_file and "
+                        "tls_key_file, or set insecure: true where something before it has TLS"
+                    )
         if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
             raise ConfigError(f"otlp_endpoint: {self.otlp_endpoint!r} is no URL of http or https")
         if self.min_disaggregated_tokens < 0:
@@ -92,3 +114,12 @@ class RouterConfig:
     def ports(self) -> Ports:
         """Those that are asked for; 0 stands for a free one."""
         return Ports(self.grpc_port, self.http_port, self.metrics_port)
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -22,7 +22,7 @@ from protocol.arrays import Int32
 from protocol.clock import Clock
 from protocol.errors import DeadlineExceeded, InvalidRequest, Overloaded, RequestCancelled, RequestError
 from protocol.messages import Address, Envelope, FinishReason, Message
-from router.admission import ClientRequest
+from router.admission import Account, ClientRequest
 from router.call import Answer, Call, Piece
 from router.call_request import CallRequest, Prompt
 from router.config import RouterConfig
@@ -164,15 +164,20 @@ class FrontDoor:
         return True
 
     async def generate(
-        self, read: Callable[[], CallRequest], *, deadline_s: float | None, traceparent: str = ""
+        self,
+        read: Callable[[], CallRequest],
+        *,
+        deadline_s: float | None,
+        traceparent: str = "",
+        account: Account | None = None,
     ) -> AsyncGenerator[Piece, None]:
         """Yields the call's answers in pieces. Raises RequestError when the call is refused or fails.
 
         `read` is called in a thread and may raise RequestError. `deadline_s`: seconds left on arrival. `traceparent`:
-        the caller's W3C trace context, or "". Close the generator (`contextlib.aclosing`): only that cancels answers
-        that nobody waits for any more.
+        the caller's W3C trace context, or "". `account`: who calls, where that is asked. Close the generator
+        (`contextlib.aclosing`): only that cancels answers that nobody waits for any more.
         """
-        call = await self._accept(read, deadline_s, traceparent)
+        call = await self._accept(read, deadline_s, traceparent, account)
         first = True
         error: RequestError | None = None
         try:
@@ -195,7 +200,9 @@ class FrontDoor:
         finally:
             self._close(call, error)
 
-    async def _accept(self, read: Callable[[], CallRequest], deadline_s: float | None, traceparent: str) -> Call:
+    async def _accept(
+        self, read: Callable[[], CallRequest], deadline_s: float | None, traceparent: str, account: Account | None
+    ) -> Call:
         """Parses a request and opens its call. Counts it as refused if it is, or if its client leaves before that."""
         arrived_at, trace, num_answers = self._clock(), self._tracing.begin(traceparent), 1
 
@@ -210,6 +217,7 @@ class FrontDoor:
                 max_model_len=self.core.max_model_len,
                 deadline_s=None if deadline_s is None else deadline_s - (self._clock() - arrived_at),
                 traceparent=trace.traceparent,
+                account=account,
             )
 
         try:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import aclosing
 from functools import partial
-from typing import NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -23,11 +23,14 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from protocol.errors import CapacityError, InvalidRequest, RequestCancelled, RequestError
+from router.accounts import Accounts
+from router.admission import Account
 from router.config import RouterConfig
 from router.error_table import retry_after_s
 from router.frontdoor import FrontDoor
 from router.grpc_codec import decode_bytes, decode_generate, decode_prompt, encode_load, encode_piece
 from router.parse import check_id
+from router.tls import Certificates
 from router.version import version
 from twopass.proto import twopass_pb2 as pb
 
@@ -55,16 +58,24 @@ class Context(Protocol):
 class GrpcDoor:
     """Listens from `start` to `stop`, on the event loop on which it was made. `run` serves in between."""
 
-    def __init__(self, door: FrontDoor, config: RouterConfig) -> None:
-        self._door, self._config = door, config
+    def __init__(
+        self,
+        door: FrontDoor,
+        config: RouterConfig,
+        *,
+        certificates: Certificates | None = None,
+        accounts: Accounts | None = None,
+    ) -> None:
+        self._door, self._config, self._certificates, self._accounts = door, config, certificates, accounts
         self._server = grpc.aio.server(
+            interceptors=[_Guard(accounts)] if accounts is not None else [],
             options=[
                 ("grpc.max_receive_message_length", HARD_LIMIT_FACTOR * config.max_message_bytes),
                 ("grpc.so_reuseport", 0),  # otherwise a second server would silently share the port
                 ("grpc.keepalive_time_ms", 30_000),
                 ("grpc.keepalive_timeout_ms", 10_000),
                 ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-            ]
+            ],
         )
         self._health = health.aio.HealthServicer()
         self._serving: bool | None = None
@@ -88,7 +99,11 @@ class GrpcDoor:
         """Returns the port. Raises CapacityError if it is taken."""
         host = f"[{self._config.grpc_host}]" if ":" in self._config.grpc_host else self._config.grpc_host
         try:
-            port = self._server.add_insecure_port(f"{host}:{self._config.grpc_port}")
+            address = f"{host}:{self._config.grpc_port}"
+            if self._certificates is None:
+                port = self._server.add_insecure_port(address)
+            else:
+                port = self._server.add_secure_port(address, self._certificates.credentials())
         except RuntimeError as error:
             raise CapacityError(
                 f"grpc_port: {host}:{self._config.grpc_port} is taken, or not an address of this machine"
@@ -127,7 +142,8 @@ class GrpcDoor:
             answers = self._door.generate(
                 lambda: decode_generate(decode_bytes(pb.GenerateRequest, data, self._config.max_message_bytes)),
                 deadline_s=context.time_remaining(),
-                traceparent=_traceparent(context),
+                traceparent=_header(context.invocation_metadata(), "traceparent") or "",
+                account=self._account(context),
             )
             async with aclosing(answers) as pieces:
                 async for piece in pieces:
@@ -147,6 +163,11 @@ class GrpcDoor:
             await _abort(context, error)
         finally:
             self._writers.discard(writer)
+
+    def _account(self, context: Context) -> Account | None:
+        if self._accounts is None:
+            return None
+        return self._accounts.authenticate(_header(context.invocation_metadata(), "authorization"))
 
     def _unary(self, kind: type[M], answer: Callable[[Callable[[], M]], Awaitable[Message]]) -> grpc.RpcMethodHandler:
         """Returns a handler of a call with one answer. `answer` gets a function that parses its request."""
@@ -218,11 +239,40 @@ class _Writer:
         self.task.cancel()
 
 
-def _traceparent(context: Context) -> str:
-    for name, value in context.invocation_metadata():
-        if name == "traceparent" and isinstance(value, str):
-            return value
-    return ""
+class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio ships no types
+    """Refuses calls without a token, but for health, which load balancers ask for."""
+
+    def __init__(self, accounts: Accounts) -> None:
+        self._accounts = accounts
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        handler = await continuation(details)
+        if handler is None or details.method.startswith(f"/{health.SERVICE_NAME}/"):
+            return handler
+        try:
+            self._accounts.authenticate(_header(details.invocation_metadata, "authorization"))
+        except RequestError as error:
+            return _refusal(handler, error)
+        return handler
+
+
+def _refusal(handler: Any, error: RequestError) -> grpc.RpcMethodHandler:
+    """A handler of the same kind of call, which ends it with the error."""
+
+    async def refuse(request: Any, context: Context) -> NoReturn:
+        await _abort(context, error)
+
+    kinds = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }
+    return kinds[handler.request_streaming, handler.response_streaming](refuse)
+
+
+def _header(metadata: Iterable[tuple[str, str | bytes]], wanted: str) -> str | None:
+    return next((value for name, value in metadata if name == wanted and isinstance(value, str)), None)
 
 
 async def _abort(context: Context, error: RequestError) -> NoReturn:

@@ -6,18 +6,14 @@
 3. A client that goes away cancels its request. One that takes nothing for `write_timeout_s` is cut off by the kernel.
 """
 
-import asyncio
 import json
-import math
-import socket
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 from starlette.applications import Starlette
@@ -26,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from protocol.errors import CapacityError, InvalidRequest, NotFound, RequestError
+from protocol.errors import InvalidRequest, NotFound, RequestError
 from router.call import Piece
 from router.call_request import CallRequest, Prompt
 from router.config import RouterConfig
@@ -48,8 +44,8 @@ from router.request import Usage
 from router.tokenizer import Tokenizer, join_bytes
 from router.version import version
 
-BACKLOG = 2048
-"""Connections that wait to be accepted."""
+OPEN_PATHS = frozenset(("/health", "/ready", "/version"))
+"""Those that need no token: load balancers ask for them."""
 IGNORED_HEADER = "x-twopass-ignored"
 """Names the fields of a request that nobody knows."""
 
@@ -67,42 +63,15 @@ class _Form(NamedTuple):
 
 
 class HttpDoor:
-    """A `Listener`, on the event loop on which it was made. `collector`: what GET /metrics shows."""
+    """What the door does, as an ASGI application for `HttpServer`. `collector`: what GET /metrics shows."""
 
     def __init__(self, door: FrontDoor, config: RouterConfig, collector: Collector) -> None:
         self._door, self._config = door, config
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(collector)
         self._created = int(time.time())
-        settings = uvicorn.Config(self._app(), http="httptools", ws="none", lifespan="off", log_config=None)
-        self._server = _Server(settings)
-        self._serving: asyncio.Task[None] | None = None
 
-    async def start(self) -> int:
-        host, port = self._config.http_host, self._config.http_port
-        try:
-            listening = socket.create_server(
-                (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=BACKLOG
-            )
-        except OSError as error:
-            raise CapacityError(f"http_port: {host}:{port} is taken, or not an address of this machine") from error
-        timeout_ms = math.ceil(1000 * self._config.write_timeout_s)
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)  # accepted sockets inherit it
-        self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
-        await self._server.up.wait()
-        return int(listening.getsockname()[1])
-
-    async def run(self) -> None:
-        assert self._serving is not None
-        await asyncio.shield(self._serving)
-
-    async def stop(self, grace_s: float) -> None:
-        self._server.config.timeout_graceful_shutdown = math.ceil(grace_s)
-        self._server.should_exit = True
-        if self._serving is not None:
-            await self._serving
-
-    def _app(self) -> Starlette:
+    def app(self) -> Starlette:
         posts = {
             "/v1/completions": self._completions,
             "/v1/chat/completions": self._chat,
@@ -150,7 +119,8 @@ class HttpDoor:
             headers[IGNORED_HEADER] = ", ".join(form.ignored)[:1024]
         traceparent = posted.headers.get("traceparent", "")
         calls = [
-            self._door.generate(partial(_same, call), deadline_s=None, traceparent=traceparent) for call in asked.calls
+            self._door.generate(partial(_same, call), deadline_s=None, traceparent=traceparent, account=posted.account)
+            for call in asked.calls
         ]
         try:
             async with aclosing(merged(calls)) as pieces:
@@ -224,22 +194,6 @@ class HttpDoor:
 
     async def _metrics(self, request: Request) -> Response:
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
-
-
-class _Server(uvicorn.Server):
-    """Signals are the process's own business, and `up` is set once it listens."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.up = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.up.set()
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 async def _stream(posted: Posted, form: _Form, pieces: Pieces, headers: dict[str, str]) -> None:

@@ -11,10 +11,32 @@ from contextlib import suppress
 from typing import Any
 
 from starlette.datastructures import Headers
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from protocol.errors import InvalidRequest, NotFound, RequestError
+from router.accounts import Accounts
+from router.admission import Account
 from router.error_table import retry_after_s, row_of
+
+ACCOUNT = "twopass.account"
+"""Where a `Guard` leaves in the scope whose request it is."""
+
+
+class Guard:
+    """Lets requests with a token through to `app`, and those for `open_paths` without one."""
+
+    def __init__(self, app: ASGIApp, accounts: Accounts, open_paths: frozenset[str] = frozenset()) -> None:
+        self._app, self._accounts, self._open_paths = app, accounts, open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in self._open_paths:
+            try:
+                scope[ACCOUNT] = self._accounts.authenticate(Headers(scope=scope).get("authorization"))
+            except RequestError as error:
+                headers = {"www-authenticate": "Bearer"}
+                await send_error(Posted(scope, b"", send), row_of(error).http_status, body_of(error), headers)
+                return
+        await self._app(scope, receive, send)
 
 
 class TooLarge(Exception):
@@ -26,6 +48,7 @@ class Posted:
 
     def __init__(self, scope: Scope, body: bytes, send: Send) -> None:
         self.body, self.headers = body, Headers(scope=scope)
+        self.account: Account | None = scope.get(ACCOUNT)
         self._send = send
         self.begun = False
 

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
+from protocol.errors import CapacityError
 from router.frontdoor import FrontDoor
 
 FLUSH_TICKS = 10
@@ -34,8 +35,14 @@ class Listening:
         self._running: asyncio.Future[list[None]] | None = None
 
     async def start(self) -> list[int]:
-        """Returns the ports in the order of the listeners. Raises CapacityError if one is taken."""
-        ports = [await listener.start() for listener in self._listeners]
+        """Returns the ports in the order of the listeners. Raises CapacityError if one is taken; then none is open."""
+        ports: list[int] = []
+        try:
+            for listener in self._listeners:
+                ports.append(await listener.start())
+        except CapacityError:
+            await asyncio.gather(*(listener.stop(0.0) for listener in self._listeners[: len(ports)]))
+            raise
         self._running = asyncio.gather(self._door.run(), *(listener.run() for listener in self._listeners))
         return ports
 

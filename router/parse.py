@@ -14,7 +14,7 @@ import numpy.typing as npt
 from protocol.arrays import Int32
 from protocol.errors import InvalidRequest
 from protocol.messages import SamplingParams
-from router.admission import ClientRequest
+from router.admission import Account, ClientRequest
 from router.call_request import CallRequest, ChatTurn, Prompt, SamplingOptions
 from router.tokenizer import Tokenizer
 
@@ -65,6 +65,7 @@ def parse_generate(
     max_model_len: int,
     deadline_s: float | None,
     traceparent: str = "",
+    account: Account | None = None,
 ) -> Parsed:
     """Validates and tokenises a request; the cheap checks come first. Raises InvalidRequest. It is slow for long texts,
     so it must not run on an event loop.
@@ -85,6 +86,7 @@ def parse_generate(
         deadline_s=deadline_s,
         cache_salt=asked.cache_salt,
         traceparent=traceparent,
+        account=account,
     )
     requests = [request] if options.n == 1 else [_numbered(request, index) for index in range(options.n)]
     return Parsed(request_id, requests, stop, options.include_stop_str_in_output)

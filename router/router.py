@@ -52,6 +52,7 @@ from router.fleet import Fleet
 from router.lockstep import Lockstep
 from router.metrics_totals import ReplicaTotals
 from router.policy import POLICIES, PlacementRequest, ReplicaView, Route, pick, too_large_for_all
+from router.quotas import Quotas
 from router.request import ActiveRequest, Delivered, Ended, Usage
 
 log = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ class Router:
         self._open: dict[int, ActiveRequest] = {}
         self._request_numbers: dict[str, int] = {}
         self._waiting = AdmissionQueue(config.max_queue)
+        self._quotas = Quotas(clock)
         self._timers: Timers[int] = Timers()
         self._num_numbered = 0
         self._status_at = clock()
@@ -119,6 +121,7 @@ class Router:
         max_tokens = [self._check(request) for request in requests]
         num_places = self._fleet.num_places(requests, max_tokens, self._config.disaggregation)
         self._waiting.check_room(len(requests), num_places)
+        self._quotas.check(requests[0].account, len(requests))
         for request, limit in zip(requests, max_tokens, strict=True):
             self._accept(request, limit)
         self._dispatch()
@@ -148,6 +151,7 @@ class Router:
         self._open[request_number] = ActiveRequest(request, request_number, max_tokens, now, now)
         self._request_numbers[request.request_id] = request_number
         self._waiting.push(request_number, request.priority)
+        self._quotas.begin(request.account, len(request.prompt_token_ids))
         log.debug("request accepted", extra={"request_id": request.request_id, "max_tokens": max_tokens})
         self.counters["accepted"] += 1
         self.counters["prompt_tokens"] += len(request.prompt_token_ids)
@@ -541,6 +545,7 @@ class Router:
         self._leave_attempt(entry)
         self._waiting.remove(entry.request_number)
         self._timers.cancel(entry.request_number)
+        self._quotas.end(entry.request.account, len(entry.delivered))
         del self._open[entry.request_number]
         del self._request_numbers[entry.request.request_id]
         num_cached = 0 if entry.num_cached_tokens is None else entry.num_cached_tokens

@@ -88,9 +88,16 @@ class Serving:
     """What `scenario` hands to a test."""
 
     def __init__(
-        self, core: Any, door: FrontDoor, server: Listening, address: str, sent: list[tuple[Address, Message]]
+        self,
+        core: Any,
+        door: FrontDoor,
+        server: Listening,
+        address: str,
+        sent: list[tuple[Address, Message]],
+        ports: dict[str, int] | None = None,
     ) -> None:
         self.core, self.door, self.server, self.address, self.sent = core, door, server, address, sent
+        self.ports = ports or {}
 
     async def next_submit(self) -> ClientRequest:
         name, request = await self.core.calls.get()

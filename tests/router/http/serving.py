@@ -11,7 +11,7 @@ from prometheus_client.registry import CollectorRegistry
 
 from router.config import RouterConfig
 from router.frontdoor import FrontDoor, Model
-from router.http_door import HttpDoor
+from router.listeners import make_listeners
 from router.listening import Listening
 from router.tokenizer import NumberTokenizer, Tokenizer
 from tests.hang import HANG_S
@@ -22,7 +22,7 @@ MODEL = "arithmetic"
 
 @asynccontextmanager
 async def http_serving(core: ScriptedCore, tokenizer: Tokenizer | None = None, **knobs: Any) -> AsyncIterator[Serving]:
-    config = RouterConfig(**{"http_port": 0, **knobs})
+    config = RouterConfig(**{"grpc_port": 0, "http_port": 0, "metrics_port": 0, **knobs})
     door = FrontDoor(
         core,
         tokenizer or NumberTokenizer(VOCAB_SIZE),
@@ -31,10 +31,11 @@ async def http_serving(core: ScriptedCore, tokenizer: Tokenizer | None = None, *
         send=lambda address, message: None,
         clock=time.monotonic,
     )
-    server = Listening(door, [HttpDoor(door, config, CollectorRegistry())], config.tick_interval_s)
-    (port,) = await server.start()
+    listeners = make_listeners(door, config, CollectorRegistry())
+    server = Listening(door, list(listeners.values()), config.tick_interval_s)
+    ports = dict(zip(listeners, await server.start(), strict=True))
     try:
-        yield Serving(core, door, server, f"http://127.0.0.1:{port}", [])
+        yield Serving(core, door, server, f"http://127.0.0.1:{ports['http_port']}", [], ports)
     finally:
         await server.stop(0.0)
 

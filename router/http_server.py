@@ -1,0 +1,85 @@
+"""One HTTP port: an ASGI application served by uvicorn on the event loop that the rest of the router runs on."""
+
+import asyncio
+import math
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from protocol.errors import CapacityError
+from router.tls import Certificates
+
+BACKLOG = 2048
+"""Connections that wait to be accepted."""
+HEADERS_TIMEOUT_S = 10
+"""How long a connection may stay open between two requests."""
+
+
+class HttpServer:
+    """A `Listener`. `knob` begins the names of its host and port in RouterConfig. A client that takes nothing for
+    `write_timeout_s` is cut off by the kernel.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        knob: str,
+        host: str,
+        port: int,
+        *,
+        write_timeout_s: float,
+        certificates: Certificates | None = None,
+    ) -> None:
+        self._knob, self._host, self._port, self._write_timeout_s = knob, host, port, write_timeout_s
+        config = uvicorn.Config(
+            app, http="httptools", ws="none", lifespan="off", log_config=None, timeout_keep_alive=HEADERS_TIMEOUT_S
+        )
+        config.load()
+        if certificates is not None:
+            config.ssl = certificates.context()
+        self._server = _Server(config)
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> int:
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        try:
+            listening = socket.create_server((self._host, self._port), family=family, backlog=BACKLOG)
+        except OSError as error:
+            shown = f"[{self._host}]" if ":" in self._host else self._host
+            raise CapacityError(
+                f"{self._knob}_port: {shown}:{self._port} is taken, or not an address of this machine"
+            ) from error
+        timeout_ms = math.ceil(1000 * self._write_timeout_s)
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)  # accepted sockets inherit it
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
+        await self._server.up.wait()
+        return int(listening.getsockname()[1])
+
+    async def run(self) -> None:
+        assert self._serving is not None
+        await asyncio.shield(self._serving)
+
+    async def stop(self, grace_s: float) -> None:
+        self._server.config.timeout_graceful_shutdown = math.ceil(grace_s)
+        self._server.should_exit = True
+        if self._serving is not None:
+            await self._serving
+
+
+class _Server(uvicorn.Server):
+    """Signals are the process's own business, and `up` is set once it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.up = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.up.set()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

@@ -33,7 +33,7 @@ def register(app: typer.Typer) -> None:
     """Adds the commands to `app`."""
     for starting in (serve, demo):
         app.command()(_ending_here(_reported(starting)))
-    for command in (plan, simulate, replay):
+    for command in (plan, simulate, replay, token):
         app.command()(_reported(command))
 
 
@@ -283,3 +283,12 @@ def replay(
         typer.echo(engine_replay.pretty(loaded, steps))
     elif out is None:
         typer.echo(json.dumps(steps))
+
+
+def token(name: Annotated[str, typer.Argument(help="Whose it is.")]) -> None:
+    """Prints a fresh bearer token, and its entry for the file that router.tokens_file names."""
+    from router.accounts import new_token
+
+    fresh, entry = new_token(name)
+    console.print(f"the token, which nothing can show again: {fresh}")
+    typer.echo(entry, nl=False)

@@ -14,6 +14,7 @@ It is read again when it changes. A file that has become unusable changes nothin
 import hashlib
 import hmac
 import logging
+import re
 import secrets
 from pathlib import Path
 from typing import Annotated
@@ -27,13 +28,14 @@ from router.admission import Account
 log = logging.getLogger(__name__)
 
 TOKEN_BYTES = 32
+NAME = r"^[\w.@-]{1,64}$"
 SCHEME = "bearer "
 
 
 class _Entry(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
-    name: Annotated[str, Field(pattern=r"^[\w.@-]{1,64}$")]
+    name: Annotated[str, Field(pattern=NAME)]
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     max_in_flight: Annotated[int, Field(ge=1)] | None = None
     tokens_per_minute: Annotated[int, Field(ge=1)] | None = None
@@ -108,6 +110,8 @@ def hashed(token: str) -> str:
 
 
 def new_token(name: str) -> tuple[str, str]:
-    """Returns a fresh token and the entry for the file."""
+    """Returns a fresh token and the entry for the file. Raises ConfigError for a name that the file cannot have."""
+    if re.fullmatch(NAME, name) is None:
+        raise ConfigError(f"name: {name[:64]!r} is not 1 to 64 letters, digits or any of _ . @ -")
     token = secrets.token_urlsafe(TOKEN_BYTES)
     return token, f"- name: {name}\n  sha256: {hashed(token)}\n"

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import wraps
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
+from pathlib import Path
 from types import ModuleType
 from typing import Annotated, ParamSpec
 
@@ -17,7 +18,7 @@ from twopass.types import GenerateOptions
 
 P = ParamSpec("P")
 
-SERVER_COMMANDS = ("serve", "plan", "demo", "replay")
+SERVER_COMMANDS = ("serve", "plan", "demo", "replay", "simulate", "token")
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Disaggregated LLM serving."
@@ -32,7 +33,7 @@ def reported(command: Callable[P, None]) -> Callable[P, None]:
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             command(*args, **kwargs)
-        except TwopassError as error:
+        except (TwopassError, OSError) as error:
             console.print(f"{type(error).__name__}: {error}", style="bold red")
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
@@ -45,19 +46,24 @@ def reported(command: Callable[P, None]) -> Callable[P, None]:
 @reported
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue; with --chat a user's message.")],
-    server: Annotated[str, typer.Option(help="Where the router listens.")] = "127.0.0.1:50051",
+    server: Annotated[
+        str, typer.Option(help="Where the router listens: HOST:PORT or grpcs://HOST:PORT.")
+    ] = "127.0.0.1:50051",
     max_tokens: Annotated[int, typer.Option(min=1)] = 128,
     chat: Annotated[bool, typer.Option(help="Wraps the prompt in the model's chat template.")] = False,
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Only the likeliest tokens that together have this probability.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
     timeout_s: Annotated[float | None, typer.Option(help="Deadline of the request.")] = None,
+    token_file: Annotated[Path | None, typer.Option(help="Holds the bearer token.")] = None,
+    ca: Annotated[Path | None, typer.Option(help="PEM file of the authorities to trust, for grpcs://.")] = None,
 ) -> None:
     """Streams one answer."""
     options: GenerateOptions = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
     if seed is not None:
         options["seed"] = seed
-    with Client(server, timeout_s=timeout_s) as client:
+    token = None if token_file is None else token_file.read_text().strip()
+    with Client(server, timeout_s=timeout_s, token=token, ca=ca) as client:
         messages = [{"role": "user", "content": prompt}]
         chunks = client.chat(messages, **options) if chat else client.generate(prompt, **options)
         for chunk in chunks:

@@ -9,16 +9,19 @@
 `twopass.errors`. Closing a stream, or dropping it, cancels the request.
 """
 
-from collections.abc import Iterable, Mapping
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
 import grpc
 
+from twopass.connect import MAX_TRIES, Pem, Security, Tries, open_channel, places
 from twopass.errors import ClientClosed
 from twopass.proto import twopass_pb2 as pb
 from twopass.proto.twopass_pb2_grpc import TwopassStub
-from twopass.proxy import is_loopback
 from twopass.stream import AsyncStream, Stream
 from twopass.types import Chunk, Completion, GenerateOptions, Loads, ModelInfo, ServerInfo, Timing, Usage
 from twopass.wire import (
@@ -46,28 +49,53 @@ __all__ = [
     "Usage",
 ]
 
-_CHANNEL_OPTIONS = (
-    ("grpc.max_send_message_length", -1),  # the server says what is too large
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-)
 
+class Servers:
+    """The channels to all addresses. `module`: grpc or grpc.aio."""
 
-def _channel_options(address: str) -> tuple[tuple[str, int], ...]:
-    """Connections to this machine use no proxy, whatever the environment says."""
-    return (*_CHANNEL_OPTIONS, ("grpc.enable_http_proxy", 0)) if is_loopback(address) else _CHANNEL_OPTIONS
+    def __init__(self, address: str | Sequence[str], security: Security, max_tries: int, module: Any) -> None:
+        self.places, self._max_tries = places(address), max_tries
+        self.channels = [open_channel(place, security, module) for place in self.places]
+        self._stubs = [TwopassStub(channel) for channel in self.channels]  # type: ignore[no-untyped-call]  # generated
+        self._token = security.token
+        self._turns = itertools.count()
+
+    def tries(self, timeout_s: float | None) -> Tries:
+        """Those of the next call."""
+        return Tries(len(self.places), next(self._turns), self._max_tries, timeout_s)
+
+    def starter(self, method: str, request: Any, options: GenerateOptions | None = None) -> Callable[[Tries], Any]:
+        """Starts the call where it is tried."""
+        metadata = call_metadata(self._token, options)
+
+        def start(tries: Tries) -> Any:
+            return getattr(self._stubs[tries.place], method)(request, timeout=tries.timeout_s, metadata=metadata)
+
+        return start
 
 
 class Client:
-    """A connection that any number of threads may share. `timeout_s`: seconds that each call may take unless it names
-    its own; None sets no deadline.
+    """Connections that any number of threads may share.
+
+    `address`: one or several, see connect.py. `timeout_s`: seconds that each call may take unless it names its own;
+    None sets no deadline. `token`: a bearer token. For TLS (`grpcs://`), each as a PEM file or what it holds: `ca`, the
+    authorities to trust instead of the system's; `cert` and `key`, where the server wants a certificate. `max_tries`:
+    how often each address is tried before a call fails with Unavailable.
     """
 
-    def __init__(self, address: str, *, timeout_s: float | None = None) -> None:
-        self._channel = grpc.insecure_channel(address, options=_channel_options(address))
-        self._stub = TwopassStub(self._channel)  # type: ignore[no-untyped-call]  # generated
-        self._address, self._timeout_s = address, timeout_s
+    def __init__(
+        self,
+        address: str | Sequence[str],
+        *,
+        timeout_s: float | None = None,
+        token: str | None = None,
+        ca: Pem | None = None,
+        cert: Pem | None = None,
+        key: Pem | None = None,
+        max_tries: int = MAX_TRIES,
+    ) -> None:
+        self._servers = Servers(address, Security(token, ca, cert, key), max_tries, grpc)
+        self._timeout_s = timeout_s
 
     def generate(
         self,
@@ -115,27 +143,28 @@ class Client:
 
     def tokenize(self, text: str | None = None, *, messages: Iterable[Mapping[str, str]] | None = None) -> list[int]:
         """Returns the token ids that the server would use for this prompt."""
-        return list(self._call(self._stub.Tokenize, tokenize_request(text, messages)).token_ids)
+        return list(self._call("Tokenize", tokenize_request(text, messages)).token_ids)
 
     def model_info(self) -> ModelInfo:
         """Returns what is served."""
-        return to_model_info(self._call(self._stub.GetModelInfo, pb.GetModelInfoRequest()))
+        return to_model_info(self._call("GetModelInfo", pb.GetModelInfoRequest()))
 
     def server_info(self) -> ServerInfo:
         """Returns what runs on the server, and whether it takes requests."""
-        return to_server_info(self._call(self._stub.GetServerInfo, pb.GetServerInfoRequest()))
+        return to_server_info(self._call("GetServerInfo", pb.GetServerInfoRequest()))
 
     def loads(self) -> Loads:
         """Returns how busy every engine is, as of its last report."""
-        return to_loads(self._call(self._stub.GetLoads, pb.GetLoadsRequest()))
+        return to_loads(self._call("GetLoads", pb.GetLoadsRequest()))
 
     def abort(self, request_id: str) -> bool:
         """Ends an open request of any client; its stream raises Cancelled. Returns False if no such request is open."""
-        return bool(self._call(self._stub.Abort, abort_request(request_id)).aborted)
+        return bool(self._call("Abort", abort_request(request_id)).aborted)
 
     def close(self) -> None:
         """Cancels open requests and closes the connection."""
-        self._channel.close()
+        for channel in self._servers.channels:
+            channel.close()
 
     def __enter__(self) -> Self:
         return self
@@ -146,30 +175,44 @@ class Client:
         self.close()
 
     def _start(self, request: pb.GenerateRequest, options: GenerateOptions) -> Stream:
+        servers, tries = self._servers, self._servers.tries(options.get("timeout_s", self._timeout_s))
         try:
-            call = self._stub.Generate(
-                request, timeout=options.get("timeout_s", self._timeout_s), metadata=call_metadata(options)
-            )
-            return Stream(call, self._address)
+            return Stream(servers.starter("Generate", request, options), tries, servers.places)
         except ValueError as error:  # grpc raises it on a closed channel
             raise ClientClosed(str(error)) from error
 
-    def _call(self, method: Any, request: Any) -> Any:
-        try:
-            return method(request, timeout=self._timeout_s)
-        except grpc.RpcError as error:
-            raise to_error(error, self._address) from error
-        except ValueError as error:
-            raise ClientClosed(str(error)) from error
+    def _call(self, method: str, request: Any) -> Any:
+        servers, tries = self._servers, self._servers.tries(self._timeout_s)
+        start = servers.starter(method, request)
+        while True:
+            place = servers.places[tries.place]
+            try:
+                return start(tries)
+            except grpc.RpcError as error:
+                wait_s = tries.wait_s(error.code().name)
+                if wait_s is None:
+                    raise to_error(error, place) from error
+                time.sleep(wait_s)
+            except ValueError as error:
+                raise ClientClosed(str(error)) from error
 
 
 class AsyncClient:
     """Works like `Client`, for one event loop."""
 
-    def __init__(self, address: str, *, timeout_s: float | None = None) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=_channel_options(address))
-        self._stub = TwopassStub(self._channel)  # type: ignore[no-untyped-call]  # generated
-        self._address, self._timeout_s = address, timeout_s
+    def __init__(
+        self,
+        address: str | Sequence[str],
+        *,
+        timeout_s: float | None = None,
+        token: str | None = None,
+        ca: Pem | None = None,
+        cert: Pem | None = None,
+        key: Pem | None = None,
+        max_tries: int = MAX_TRIES,
+    ) -> None:
+        self._servers = Servers(address, Security(token, ca, cert, key), max_tries, grpc.aio)
+        self._timeout_s = timeout_s
 
     def generate(
         self,
@@ -221,27 +264,28 @@ class AsyncClient:
         self, text: str | None = None, *, messages: Iterable[Mapping[str, str]] | None = None
     ) -> list[int]:
         """Returns the token ids that the server would use for this prompt."""
-        return list((await self._call(self._stub.Tokenize, tokenize_request(text, messages))).token_ids)
+        return list((await self._call("Tokenize", tokenize_request(text, messages))).token_ids)
 
     async def model_info(self) -> ModelInfo:
         """Returns what is served."""
-        return to_model_info(await self._call(self._stub.GetModelInfo, pb.GetModelInfoRequest()))
+        return to_model_info(await self._call("GetModelInfo", pb.GetModelInfoRequest()))
 
     async def server_info(self) -> ServerInfo:
         """Returns what runs on the server, and whether it takes requests."""
-        return to_server_info(await self._call(self._stub.GetServerInfo, pb.GetServerInfoRequest()))
+        return to_server_info(await self._call("GetServerInfo", pb.GetServerInfoRequest()))
 
     async def loads(self) -> Loads:
         """Returns how busy every engine is, as of its last report."""
-        return to_loads(await self._call(self._stub.GetLoads, pb.GetLoadsRequest()))
+        return to_loads(await self._call("GetLoads", pb.GetLoadsRequest()))
 
     async def abort(self, request_id: str) -> bool:
         """Ends an open request of any client; its stream raises Cancelled. Returns False if no such request is open."""
-        return bool((await self._call(self._stub.Abort, abort_request(request_id))).aborted)
+        return bool((await self._call("Abort", abort_request(request_id))).aborted)
 
     async def close(self) -> None:
         """Cancels open requests and closes the connection."""
-        await self._channel.close()
+        for channel in self._servers.channels:
+            await channel.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -252,18 +296,23 @@ class AsyncClient:
         await self.close()
 
     def _start(self, request: pb.GenerateRequest, options: GenerateOptions) -> AsyncStream:
+        servers, tries = self._servers, self._servers.tries(options.get("timeout_s", self._timeout_s))
         try:
-            call = self._stub.Generate(
-                request, timeout=options.get("timeout_s", self._timeout_s), metadata=call_metadata(options)
-            )
-            return AsyncStream(call, self._address)
+            return AsyncStream(servers.starter("Generate", request, options), tries, servers.places)
         except grpc.aio.UsageError as error:
             raise ClientClosed(str(error)) from error
 
-    async def _call(self, method: Any, request: Any) -> Any:
-        try:
-            return await method(request, timeout=self._timeout_s)
-        except grpc.RpcError as error:
-            raise to_error(error, self._address) from error
-        except grpc.aio.UsageError as error:
-            raise ClientClosed(str(error)) from error
+    async def _call(self, method: str, request: Any) -> Any:
+        servers, tries = self._servers, self._servers.tries(self._timeout_s)
+        start = servers.starter(method, request)
+        while True:
+            place = servers.places[tries.place]
+            try:
+                return await start(tries)
+            except grpc.RpcError as error:
+                wait_s = tries.wait_s(error.code().name)
+                if wait_s is None:
+                    raise to_error(error, place) from error
+                await asyncio.sleep(wait_s)
+            except grpc.aio.UsageError as error:
+                raise ClientClosed(str(error)) from error

@@ -1,11 +1,17 @@
-"""The chunks of one call as they arrive. Closing a stream, or dropping it, cancels the request."""
+"""The chunks of one call as they arrive. Closing a stream, or dropping it, cancels the request.
 
-from collections.abc import AsyncIterator, Iterator
+A call that ends with UNAVAILABLE before its first chunk is started again, see connect.py.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import grpc
 
+from twopass.connect import Place, Tries
 from twopass.types import Chunk, Completion
 from twopass.wire import incomplete, join, single, to_chunk, to_error
 
@@ -13,22 +19,31 @@ from twopass.wire import incomplete, join, single, to_chunk, to_error
 class Stream(Iterator[Chunk]):
     """The stream of one call. Iterate it, `read` the rest, or `close` it to cancel the request."""
 
-    def __init__(self, call: Any, address: str) -> None:
-        self._call, self._address = call, address
-        self._ended = False
+    def __init__(self, start: Callable[[Tries], Any], tries: Tries, places: Sequence[Place]) -> None:
+        """`start` starts the call at the place that is tried."""
+        self._start, self._tries, self._places = start, tries, places
+        self._place, self._call = places[tries.place], start(tries)
+        self._begun = self._ended = self._closed = False
 
     def __next__(self) -> Chunk:
-        try:
-            message = next(self._call)
-        except StopIteration:
-            if not self._ended:
-                raise incomplete() from None
-            raise
-        except grpc.RpcError as error:
-            raise to_error(self._call, self._address) from error
-        chunk = to_chunk(message)
-        self._ended = chunk.usage is not None
-        return chunk
+        while True:
+            try:
+                message = next(self._call)
+            except StopIteration:
+                if not self._ended:
+                    raise incomplete() from None
+                raise
+            except grpc.RpcError as error:
+                wait_s = self._tries.wait_s(self._call.code().name)
+                if wait_s is None or self._begun or self._closed:
+                    raise to_error(self._call, self._place) from error
+                time.sleep(wait_s)
+                self._place, self._call = self._places[self._tries.place], self._start(self._tries)
+                continue
+            self._begun = True
+            chunk = to_chunk(message)
+            self._ended = chunk.usage is not None
+            return chunk
 
     def read(self) -> Completion:
         """Waits for the end and joins all chunks that were not iterated yet."""
@@ -41,6 +56,7 @@ class Stream(Iterator[Chunk]):
 
     def close(self) -> None:
         """Cancels the request unless it has ended."""
+        self._closed = True
         self._call.cancel()
 
     def __enter__(self) -> Self:
@@ -58,22 +74,30 @@ class Stream(Iterator[Chunk]):
 class AsyncStream(AsyncIterator[Chunk]):
     """Works like `Stream`, for an event loop. `aclose` cancels the request."""
 
-    def __init__(self, call: Any, address: str) -> None:
-        self._call, self._address = call, address
-        self._ended = False
+    def __init__(self, start: Callable[[Tries], Any], tries: Tries, places: Sequence[Place]) -> None:
+        self._start, self._tries, self._places = start, tries, places
+        self._place, self._call = places[tries.place], start(tries)
+        self._begun = self._ended = self._closed = False
 
     async def __anext__(self) -> Chunk:
-        try:
-            message = await self._call.read()
-        except grpc.RpcError as error:
-            raise to_error(error, self._address) from error
-        if message is grpc.aio.EOF:
-            if not self._ended:
-                raise incomplete()
-            raise StopAsyncIteration
-        chunk = to_chunk(message)
-        self._ended = chunk.usage is not None
-        return chunk
+        while True:
+            try:
+                message = await self._call.read()
+            except grpc.RpcError as error:
+                wait_s = self._tries.wait_s(error.code().name)
+                if wait_s is None or self._begun or self._closed:
+                    raise to_error(error, self._place) from error
+                await asyncio.sleep(wait_s)
+                self._place, self._call = self._places[self._tries.place], self._start(self._tries)
+                continue
+            if message is grpc.aio.EOF:
+                if not self._ended:
+                    raise incomplete()
+                raise StopAsyncIteration
+            self._begun = True
+            chunk = to_chunk(message)
+            self._ended = chunk.usage is not None
+            return chunk
 
     async def read(self) -> Completion:
         """Waits for the end and joins all chunks that were not iterated yet."""
@@ -86,6 +110,7 @@ class AsyncStream(AsyncIterator[Chunk]):
 
     async def aclose(self) -> None:
         """Cancels the request unless it has ended."""
+        self._closed = True
         self._call.cancel()
 
     async def __aenter__(self) -> Self:

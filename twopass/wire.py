@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
+from twopass.connect import Place, hint
 from twopass.errors import InvalidRequest, RequestError, ServerError, from_status
 from twopass.proto import twopass_pb2 as pb
 from twopass.proxy import proxy_of
@@ -31,8 +32,9 @@ _CALL_OPTIONS = ("timeout_s", "traceparent")
 """Options that are no part of the message."""
 
 
-def call_metadata(options: GenerateOptions) -> tuple[tuple[str, str], ...]:
-    return (("traceparent", options["traceparent"]),) if "traceparent" in options else ()
+def call_metadata(token: str | None, options: GenerateOptions | None = None) -> tuple[tuple[str, str], ...]:
+    caller = (("authorization", f"Bearer {token}"),) if token is not None else ()
+    return (*caller, ("traceparent", options["traceparent"])) if options and "traceparent" in options else caller
 
 
 def generate_request(
@@ -201,12 +203,16 @@ def incomplete() -> ServerError:
     return ServerError("the stream ended before the answer was complete", status="OK")
 
 
-def to_error(call: Any, address: str) -> RequestError:
+def to_error(call: Any, place: Place) -> RequestError:
     """Returns the error that an ended call stands for. `call`: the call or the error that it raised; both know status,
-    details and trailing metadata. `address`: the server's.
+    details and trailing metadata. `place`: where it went.
     """
     metadata = {str(key): str(value) for key, value in call.trailing_metadata() or ()}
     status, details = call.code().name, call.details() or ""
-    if status == "UNAVAILABLE" and (proxy := proxy_of(address)):  # gRPC's own words show only the proxy's IP address
-        details += f"; {address} is reached through a proxy, {proxy}: if it should not be, list the host in no_proxy"
+    if status == "UNAVAILABLE" and (proxy := proxy_of(place.target)):  # gRPC's words show only the proxy's IP address
+        details += (
+            f"; {place.target} is reached through a proxy, {proxy}: if it should not be, list the host in no_proxy"
+        )
+    if status == "UNAVAILABLE" and (meaning := hint(place, details)):
+        details += f"; {meaning}"
     return from_status(status, details, metadata)

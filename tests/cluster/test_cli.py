@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from cluster.stop_request import StopRequest
+from router.accounts import Accounts
 
 ROOT = Path(__file__).parents[2]
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -101,6 +102,8 @@ main()
         "runner=arithmetic",
         "--set",
         f"router.grpc_host={host}",
+        "--set",
+        "router.insecure=true",
         "--timings",
     ]
     environment = {**os.environ, "TEXTS": json.dumps(FOREIGN), "COLUMNS": "40"}
@@ -176,3 +179,11 @@ def test_server_commands_say_what_is_missing(command: str) -> None:
 def test_client_commands_work_without_the_server() -> None:
     assert run_without_server("version").returncode == 0
     assert "Unavailable" in run_without_server("generate", "hello", "--server", "127.0.0.1:9").stderr
+
+
+def test_a_fresh_token_is_known_to_whoever_reads_its_entry(tmp_path: Path) -> None:
+    result = run("token", "alice")
+    (fresh,) = re.findall(r": (\S+)$", result.stderr, re.MULTILINE)
+    (path := tmp_path / "tokens.yaml").write_text(result.stdout)
+    assert Accounts(path).authenticate(f"Bearer {fresh}").name == "alice"
+    assert "name: 'a b' is not" in run("token", "a b").stderr

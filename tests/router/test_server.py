@@ -26,7 +26,7 @@ from twopass import AsyncClient
 
 def test_server_info() -> None:
     async def test(s: Serving) -> None:
-        async with AsyncClient(s.address) as client:
+        async with AsyncClient(s.address, max_tries=1) as client:
             info = await client.server_info()
         assert (info.model, info.max_model_len, info.ready) == ("arithmetic", 10_000, True)
         config = RouterConfig()
@@ -73,7 +73,7 @@ def test_loads() -> None:
     core.num_queued = 5
 
     async def test(s: Serving) -> None:
-        async with AsyncClient(s.address) as client:
+        async with AsyncClient(s.address, max_tries=1) as client:
             loads = await client.loads()
         assert (loads.num_open, loads.num_queued) == (0, 5)
         first, second = loads.replicas
@@ -140,7 +140,7 @@ def test_health_follows_the_core_and_reflection_names_the_service() -> None:
 
 def test_stop_lets_open_answers_end_and_takes_nothing_new() -> None:
     async def test(s: Serving) -> None:
-        async with AsyncClient(s.address) as client, AsyncClient(s.address) as late:
+        async with AsyncClient(s.address, max_tries=1) as client, AsyncClient(s.address, max_tries=1) as late:
             stream = client.generate(prompt_token_ids=[1])
             request = await s.next_submit()
             stopping = asyncio.create_task(s.server.stop(20.0))
@@ -163,7 +163,7 @@ def test_what_is_open_at_the_end_of_the_grace_gets_the_error_of_the_core() -> No
             self.end("mine", None, Draining("the deployment was shut down"))
 
     async def test(s: Serving) -> None:
-        async with AsyncClient(s.address) as client:
+        async with AsyncClient(s.address, max_tries=1) as client:
             stream = client.generate(prompt_token_ids=[1], request_id="mine")
             await s.next_submit()
             await s.server.stop(0.0)
@@ -175,7 +175,7 @@ def test_what_is_open_at_the_end_of_the_grace_gets_the_error_of_the_core() -> No
 
 def test_the_real_core_fits_behind_the_door() -> None:
     async def test(s: Serving) -> None:
-        async with AsyncClient(s.address) as client:
+        async with AsyncClient(s.address, max_tries=1) as client:
             with pytest.raises(twopass.Unavailable):
                 await client.generate_text(prompt_token_ids=[1] * 100)
 

@@ -17,7 +17,7 @@ from twopass import AsyncClient
 
 def test_the_options_of_a_call_reach_the_core() -> None:
     async def test(s: Serving) -> None:
-        async with AsyncClient(s.address) as client:
+        async with AsyncClient(s.address, max_tries=1) as client:
             stream = client.generate(
                 prompt_token_ids=[1, 2], max_tokens=7, ignore_eos=True, seed=5, stop_token_ids=[9], priority=-1
             )
@@ -33,7 +33,7 @@ def test_the_options_of_a_call_reach_the_core() -> None:
 
 def test_answer_streams_in_pieces_and_ends_with_usage_and_timing() -> None:
     async def test(s: Serving) -> None:
-        async with AsyncClient(s.address) as client:
+        async with AsyncClient(s.address, max_tries=1) as client:
             stream = client.generate(prompt_token_ids=[1, 2])
             name = (await s.next_submit()).request_id
             s.core.tokens(name, 3)
@@ -63,7 +63,7 @@ def test_answer_streams_in_pieces_and_ends_with_usage_and_timing() -> None:
 
 def test_several_answers_share_one_stream() -> None:
     async def test(s: Serving) -> None:
-        async with AsyncClient(s.address) as client:
+        async with AsyncClient(s.address, max_tries=1) as client:
             stream = client.generate(
                 prompt_token_ids=[1, 2], n=3, temperature=1.0, seed=7, stop="<9>", request_id="mine", logprobs=1
             )
@@ -102,7 +102,7 @@ def test_several_answers_share_one_stream() -> None:
 
 def test_several_answers_are_waited_for_together() -> None:
     async def test(s: Serving) -> None:
-        async with AsyncClient(s.address) as client:
+        async with AsyncClient(s.address, max_tries=1) as client:
             answers = client.generate_texts("<1>", n=2, temperature=1.0)
             task = asyncio.create_task(answers)
             for _ in range(2):
@@ -118,7 +118,7 @@ def test_several_answers_are_waited_for_together() -> None:
 
 def test_the_error_of_one_answer_ends_them_all() -> None:
     async def test(s: Serving) -> None:
-        async with AsyncClient(s.address) as client:
+        async with AsyncClient(s.address, max_tries=1) as client:
             stream = client.generate("<1>", n=2, temperature=1.0)
             ids = [(await s.next_submit()).request_id for _ in range(2)]
             s.core.end(ids[0], None, RequestFailed("3 attempts"))
@@ -133,7 +133,7 @@ def test_the_error_of_one_answer_ends_them_all() -> None:
 
 def test_abort_ends_all_answers_of_a_request_of_any_client() -> None:
     async def test(s: Serving) -> None:
-        async with AsyncClient(s.address) as client, AsyncClient(s.address) as other:
+        async with AsyncClient(s.address, max_tries=1) as client, AsyncClient(s.address, max_tries=1) as other:
             stream = client.generate("<1>", n=2, temperature=1.0, request_id="mine")
             ids = [(await s.next_submit()).request_id for _ in range(2)]
             assert not await other.abort("yours")
@@ -151,7 +151,7 @@ def test_abort_ends_all_answers_of_a_request_of_any_client() -> None:
 
 def test_values_that_change_nothing_are_served() -> None:
     async def test(s: Serving) -> None:
-        async with AsyncClient(s.address) as client:
+        async with AsyncClient(s.address, max_tries=1) as client:
             done = await client.generate_text(
                 prompt_token_ids=[1, VOCAB_SIZE - 1],
                 temperature=0.0,
@@ -179,7 +179,7 @@ def test_values_that_change_nothing_are_served() -> None:
 
 def test_a_stop_string_ends_the_answer_for_client_and_core() -> None:
     async def test(s: Serving) -> None:
-        async with AsyncClient(s.address) as client:
+        async with AsyncClient(s.address, max_tries=1) as client:
             stream = client.generate(prompt_token_ids=[1], stop=["> <6", "never"])
             request = await s.next_submit()
             s.core.tokens(request.request_id, 5)
@@ -203,7 +203,7 @@ def test_a_stop_string_in_the_last_tokens_needs_no_stop_of_the_core() -> None:
         core.end(request.request_id, "length")
 
     async def test(s: Serving) -> None:
-        async with AsyncClient(s.address) as client:
+        async with AsyncClient(s.address, max_tries=1) as client:
             done = await client.generate_text(prompt_token_ids=[1], stop="<6>")
             assert (done.text, done.token_ids, done.finish_reason) == ("<5> ", [5, 6], "stop")
             await s.next_submit()
@@ -216,7 +216,7 @@ def test_a_stop_string_in_the_last_tokens_needs_no_stop_of_the_core() -> None:
 
 def test_a_stop_string_may_be_part_of_the_text() -> None:
     async def test(s: Serving) -> None:
-        async with AsyncClient(s.address) as client:
+        async with AsyncClient(s.address, max_tries=1) as client:
             params: dict[str, Any] = {"stop": "<6>", "min_tokens": 2, "include_stop_str_in_output": True}
             done = await client.generate_text(prompt_token_ids=[5, 6, 7, 6, 8], **params)
             assert (done.text, done.token_ids, done.finish_reason) == ("<5> <6> <7> <6>", [5, 6, 7, 6], "stop")
@@ -226,7 +226,7 @@ def test_a_stop_string_may_be_part_of_the_text() -> None:
 
 def test_a_request_id_is_free_again_after_the_end() -> None:
     async def test(s: Serving) -> None:
-        async with AsyncClient(s.address) as client:
+        async with AsyncClient(s.address, max_tries=1) as client:
             first = client.generate(prompt_token_ids=[1], request_id="mine")
             assert (await s.next_submit()).request_id == "mine"
             with pytest.raises(twopass.InvalidRequest) as caught:

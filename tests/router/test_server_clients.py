@@ -17,7 +17,7 @@ from twopass import AsyncClient
 @pytest.mark.parametrize("how", ["close", "drop", "channel"])
 def test_a_client_that_goes_away_cancels_its_request(how: str) -> None:
     async def test(s: Serving) -> None:
-        client = AsyncClient(s.address)
+        client = AsyncClient(s.address, max_tries=1)
         stream: twopass.AsyncStream | None = client.generate(prompt_token_ids=[1])
         request = await s.next_submit()
         s.core.tokens(request.request_id, 3)
@@ -39,7 +39,7 @@ def test_a_client_that_goes_away_cancels_its_request(how: str) -> None:
 
 def test_deadline_reaches_the_core_and_its_passing_cancels_the_request() -> None:
     async def test(s: Serving) -> None:
-        async with AsyncClient(s.address, timeout_s=HANG_S) as client:
+        async with AsyncClient(s.address, max_tries=1, timeout_s=HANG_S) as client:
             stream = client.generate(prompt_token_ids=[1], timeout_s=1)
             request = await s.next_submit()
             assert request.deadline_s is not None
@@ -62,7 +62,7 @@ def test_a_slow_client_slows_only_itself() -> None:
             echo(core, request)
 
     async def test(s: Serving) -> None:
-        async with AsyncClient(s.address) as slow, AsyncClient(s.address) as quick:
+        async with AsyncClient(s.address, max_tries=1) as slow, AsyncClient(s.address, max_tries=1) as quick:
             stream = slow.generate(prompt_token_ids=[1], request_id="slow")
             await s.next_submit()
             num_others = 0
@@ -80,7 +80,7 @@ def test_a_slow_client_slows_only_itself() -> None:
 
 def test_a_client_that_takes_nothing_loses_its_stream() -> None:
     async def test(s: Serving) -> None:
-        async with AsyncClient(s.address) as client:
+        async with AsyncClient(s.address, max_tries=1) as client:
             stream = client.generate(prompt_token_ids=[1])
             request = await s.next_submit()
             while s.core.calls.empty():  # once the connection's windows are full, the write stands still
@@ -111,7 +111,7 @@ def test_tokenisation_leaves_the_event_loop_free_and_its_queue_is_bounded() -> N
     tokenizer = BlockedTokenizer()
 
     async def test(s: Serving) -> None:
-        async with AsyncClient(s.address) as client:
+        async with AsyncClient(s.address, max_tries=1) as client:
             waiting = asyncio.create_task(client.generate_text("<1>"))
             assert await asyncio.to_thread(tokenizer.entered.wait, 20)
             with pytest.raises(twopass.Overloaded) as caught:

@@ -63,7 +63,7 @@ def test_every_error_of_the_core_ends_the_call_with_its_status(
         core.end(request.request_id, None, error)
 
     async def test(s: Serving) -> None:
-        async with AsyncClient(s.address) as client:
+        async with AsyncClient(s.address, max_tries=1) as client:
             stream = client.generate(prompt_token_ids=[1])
             if accepted:
                 assert (await anext(stream)).token_ids == [7], "tokens that came before the error arrive"
@@ -85,7 +85,7 @@ def test_a_bug_in_the_core_is_a_server_error() -> None:
         raise ProtocolError("no such row")
 
     async def test(s: Serving) -> None:
-        async with AsyncClient(s.address) as client:
+        async with AsyncClient(s.address, max_tries=1) as client:
             with pytest.raises(twopass.ServerError):
                 await client.generate_text(prompt_token_ids=[1])
             assert (await client.model_info()).max_model_len == 10_000
@@ -127,7 +127,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 def test_what_is_not_served_is_refused_by_name_before_the_core_sees_it() -> None:
     async def test(s: Serving) -> None:
-        async with AsyncClient(s.address) as client:
+        async with AsyncClient(s.address, max_tries=1) as client:
             for options, field in REFUSED:
                 with pytest.raises(twopass.InvalidRequest) as caught:
                     await client.generate_text(**{"prompt_token_ids": [1], **options})
@@ -207,7 +207,7 @@ def test_five_thousand_bad_requests_leave_no_trace() -> None:
                 await asyncio.gather(*map(send, messages[start : start + 50]))
         assert s.core.calls.empty()
         assert s.door.num_open == 0
-        async with AsyncClient(s.address) as client:
+        async with AsyncClient(s.address, max_tries=1) as client:
             assert (await client.generate_text("<1>")).token_ids == [1]
 
     scenario(test, ScriptedCore(echo))
@@ -238,7 +238,7 @@ def test_damaged_messages_are_invalid_not_internal(data: bytes, method: str) -> 
 
 def test_large_messages() -> None:
     async def test(s: Serving) -> None:
-        async with AsyncClient(s.address) as client:
+        async with AsyncClient(s.address, max_tries=1) as client:
             with pytest.raises(twopass.InvalidRequest, match="max_message_bytes"):
                 await client.generate_text("x" * 5_000_000)
             with pytest.raises(twopass.InvalidRequest, match="max_message_bytes"):

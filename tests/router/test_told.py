@@ -140,7 +140,7 @@ def test_counters_and_trace_say_what_the_client_was_told(
     recorded = Recorded()
 
     async def test(s: Serving) -> None:
-        async with AsyncClient(s.address) as client:
+        async with AsyncClient(s.address, max_tries=1) as client:
             told = [STATUS_OF.get(word, word) for word in await end(s, client)]
             while s.door.num_open:  # a client that cancels does not wait for the router
                 await asyncio.sleep(0)
@@ -180,7 +180,7 @@ def test_a_call_that_is_gone_before_it_was_accepted_is_counted_too() -> None:
     tokenizer = HeldTokenizer()
 
     async def test(s: Serving) -> None:
-        async with AsyncClient(s.address) as client:
+        async with AsyncClient(s.address, max_tries=1) as client:
             for timeout_s, cancel in ((20.0, True), (0.1, False)):
                 stream = client.generate("<1>", timeout_s=timeout_s)
                 await asyncio.to_thread(tokenizer.entered.acquire)

@@ -80,7 +80,7 @@ def test_a_call_has_a_span_for_each_part_under_the_callers_own() -> None:
     recorded = Recorded()
 
     async def test(s: Serving) -> None:
-        async with AsyncClient(s.address) as client:
+        async with AsyncClient(s.address, max_tries=1) as client:
             asked: dict[str, Any] = {"prompt_token_ids": [1, 2], "max_tokens": 1, "temperature": 0.5, "seed": 3}
             await client.generate_text(traceparent=TRACEPARENT, request_id="mine", **asked)
             request = await s.next_submit()
@@ -134,7 +134,7 @@ def test_failed_refused_and_cancelled_calls_end_with_their_status() -> None:
                 core.end(request.request_id, None, error)
 
         async def test(s: Serving, failure: type[Exception] | None = failure) -> None:
-            async with AsyncClient(s.address) as client:
+            async with AsyncClient(s.address, max_tries=1) as client:
                 stream = client.generate(prompt_token_ids=[1])
                 await anext(stream)
                 if failure is not None:
@@ -180,7 +180,7 @@ def test_a_context_that_is_none_begins_a_new_trace(text: str) -> None:
 
 def test_without_an_endpoint_the_callers_context_reaches_both_engines() -> None:
     async def test(s: Serving) -> None:
-        async with AsyncClient(s.address) as client:
+        async with AsyncClient(s.address, max_tries=1) as client:
             await client.generate_text(prompt_token_ids=[1, 2], traceparent=TRACEPARENT)
         assert (await s.next_submit()).traceparent == TRACEPARENT
 
@@ -264,7 +264,7 @@ def test_the_router_process_exports_what_it_served(monkeypatch: pytest.MonkeyPat
     async def serve_one(endpoint: str) -> None:
         config = RouterConfig(grpc_port=0, metrics_port=0, otlp_endpoint=endpoint)
         actor = RouterActor(Address("router", 1), "info", config, None, 100, lambda envelope: None)
-        async with AsyncClient(f"127.0.0.1:{(await actor.start()).grpc_port}") as client:
+        async with AsyncClient(f"127.0.0.1:{(await actor.start()).grpc_port}", max_tries=1) as client:
             with pytest.raises(Unavailable):
                 await client.generate_text(prompt_token_ids=[1], traceparent=TRACEPARENT)
         await actor.stop()

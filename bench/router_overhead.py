@@ -23,6 +23,7 @@ import numpy as np
 from protocol.arrays import Int64
 from protocol.messages import Address, End, EngineRequest, Envelope, Hello, Message, StepTokens
 from router.config import RouterConfig
+from router.core_loop import CoreLoop, OwnLink
 from router.frontdoor import FrontDoor, Model
 from router.grpc_door import SERVICE, GrpcDoor
 from router.listening import Listening
@@ -72,9 +73,8 @@ async def measure_router() -> Figures:
 
     router = Router(RouterConfig(), address=Address("router", 1), clock=time.perf_counter, seed=1)
     config = RouterConfig(grpc_port=0, metrics_port=0)
-    door = FrontDoor(
-        router, NumberTokenizer(32_000), config, Model("played", 32_000), send=send, clock=time.perf_counter
-    )
+    loop = CoreLoop(router, config, send=send, clock=time.perf_counter)
+    door = FrontDoor(OwnLink(loop), NumberTokenizer(32_000), config, Model("played", 32_000), clock=time.perf_counter)
     server = Listening(door, [GrpcDoor(door, config)], config.tick_interval_s)
     (port,) = await server.start()
     router.replica_started(ENGINE)
@@ -88,7 +88,7 @@ async def measure_router() -> Figures:
         max_prompt_tokens=2047,
         endpoint=b"",
     )
-    door.deliver(Envelope(ENGINE, router.address, 0, hello))
+    loop.deliver(Envelope(ENGINE, router.address, 0, hello))
     ones = np.ones(NUM_STREAMS, np.int32)
 
     def hand_in(step: int) -> None:
@@ -102,7 +102,7 @@ async def measure_router() -> Figures:
             token_ids=ones * step,
             ends=_ends(request_numbers, step),
         )
-        door.deliver(Envelope(ENGINE, router.address, step + 1, message))
+        loop.deliver(Envelope(ENGINE, router.address, step + 1, message))
 
     figures = await _measure(port, lambda: len(dispatched), hand_in)
     await server.stop(0.1)

@@ -21,6 +21,7 @@ from protocol.errors import startup_errors
 from protocol.log import LogLevel, configure
 from protocol.messages import ROUTER_ID, Address, Envelope, Message
 from router.config import Ports, RouterConfig
+from router.core_loop import CoreLoop, OwnLink
 from router.frontdoor import FrontDoor, Model
 from router.listeners import make_listeners
 from router.listening import Listening
@@ -59,6 +60,7 @@ class RouterActor:
         self._incoming, self._outgoing = Incoming(address, time.monotonic), Outgoing(address)
         self._send = send
         self._core = Router(config, address=address, clock=time.monotonic, seed=time.time_ns())
+        self._loop = CoreLoop(self._core, config, send=self._post, clock=time.monotonic)
         self._model_dir, self._vocab_size = model_dir, vocab_size
         self._inbox: asyncio.Queue[Envelope] = asyncio.Queue()
         self._tracing: SpanTracing | None = None
@@ -75,7 +77,7 @@ class RouterActor:
         self._tracing = export_to(self._config.otlp_endpoint) if self._config.otlp_endpoint else None
         model = Model(self._model_dir.name if self._model_dir else "arithmetic", self._vocab_size)
         self._door = FrontDoor(
-            self._core, tokenizer, self._config, model, send=self._post, clock=time.monotonic, tracing=self._tracing
+            OwnLink(self._loop), tokenizer, self._config, model, clock=time.monotonic, tracing=self._tracing
         )
         with start_times.phase("ports"):
             listeners = make_listeners(self._door, self._config, RouterCollector(self._core, self._door))
@@ -154,7 +156,7 @@ class RouterActor:
         """
         while True:
             for envelope in self._incoming.accept(await self._inbox.get()):
-                self._door.deliver(envelope)
+                self._loop.deliver(envelope)
 
     def _post(self, receiver: Address, message: Message) -> None:
         self._send(self._outgoing.envelope(receiver, message))

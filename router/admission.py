@@ -96,13 +96,15 @@ class AdmissionQueue:
         self._max_queue = max_queue
         self._heap: list[tuple[int, int, int]] = []
         self._waiting: dict[int, tuple[int, int]] = {}
+        self._parked: dict[int, tuple[int, int]] = {}
+        """Those that keep their place, but whose turn does not come."""
         self._next, self._front = 0, 0
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._parked)
 
     def __contains__(self, request_number: int) -> bool:
-        return request_number in self._waiting
+        return request_number in self._waiting or request_number in self._parked
 
     def check_room(self, num_more: int, num_places: int) -> None:
         """Raises Overloaded unless all of `num_more` requests find room, in the queue or in the engines. The engines'
@@ -110,8 +112,8 @@ class AdmissionQueue:
 
         Requests that come back from an engine were accepted before and always find room.
         """
-        num_waiting = len(self._waiting)
-        if num_waiting + num_more > self._max_queue + (0 if num_waiting else num_places):
+        num_waiting = len(self)
+        if num_waiting + num_more > self._max_queue + (0 if self._waiting else num_places):
             wish = f"{num_more} answers are asked for, {num_places} find a place at once, " if num_more > 1 else ""
             raise Overloaded(
                 f"{wish}{num_waiting} requests are waiting, max_queue is {self._max_queue}", retry_after_s=1.0
@@ -135,3 +137,12 @@ class AdmissionQueue:
 
     def remove(self, request_number: int) -> None:
         self._waiting.pop(request_number, None)
+        self._parked.pop(request_number, None)
+
+    def park(self, request_number: int) -> None:
+        """Lets all others pass a request that waits. It keeps its place."""
+        self._parked[request_number] = self._waiting.pop(request_number)
+
+    def unpark(self, request_number: int) -> None:
+        priority, order = self._waiting[request_number] = self._parked.pop(request_number)
+        heapq.heappush(self._heap, (priority, order, request_number))

@@ -4,7 +4,7 @@ Nothing here knows a transport: a front door encodes each `Piece` in its own way
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -59,10 +59,12 @@ class Call:
     """One call and its answers, which all continue the same prompt. Times are seconds of the front door's clock."""
 
     __slots__ = (
+        "_closing",
         "_wake",
         "answers",
         "arrived_at",
         "deadline_s",
+        "first",
         "num_prompt_tokens",
         "request_id",
         "submitted_at",
@@ -82,11 +84,30 @@ class Call:
         self.request_id, self.deadline_s = parsed.request_id, deadline_s
         self.arrived_at, self.submitted_at, self.trace = arrived_at, submitted_at, trace
         self.num_prompt_tokens = len(parsed.requests[0].prompt_token_ids)
+        self.first = 0
+        """The number of its first answer in the messages to the core. The others follow."""
         self._wake = asyncio.Event()
+        self._closing: Callable[[], None] | None = None
         self.answers = [
-            Answer(index, parsed, tokenizer, Buffer(max_buffered_tokens), self._wake)
+            Answer(index, parsed, tokenizer, Buffer(max_buffered_tokens), self._news)
             for index in range(len(parsed.requests))
         ]
+
+    @property
+    def open(self) -> list[int]:
+        """The numbers of its answers that have not ended."""
+        return [self.first + answer.index for answer in self.answers if answer.ended is None]
+
+    def when_ended(self, closed: Callable[[], None]) -> None:
+        """Calls `closed` once all answers have ended: now, or later."""
+        self._closing = closed
+        self._news()
+
+    def _news(self) -> None:
+        self._wake.set()
+        if self._closing is not None and not self.open:
+            closing, self._closing = self._closing, None
+            closing()
 
     async def news(self) -> list["Answer"]:
         """Waits until an answer has tokens for the client or has ended, and returns all such answers. At least one
@@ -125,21 +146,22 @@ class Answer:
 
     __slots__ = (
         "_buffer",
-        "_wake",
+        "_news",
         "detokenizer",
         "ended",
         "finish",
         "first_at",
         "index",
         "num_tokens",
-        "request_id",
+        "stopping",
         "told",
     )
 
-    def __init__(self, index: int, parsed: Parsed, tokenizer: Tokenizer, buffer: Buffer, wake: asyncio.Event) -> None:
-        request = parsed.requests[index]
-        self.index, self.request_id = index, request.request_id
-        min_tokens = request.sampling.min_tokens
+    def __init__(
+        self, index: int, parsed: Parsed, tokenizer: Tokenizer, buffer: Buffer, news: Callable[[], None]
+    ) -> None:
+        self.index = index
+        min_tokens = parsed.requests[index].sampling.min_tokens
         self.detokenizer = Detokenizer(tokenizer, parsed.stop, include_stop=parsed.include_stop, min_tokens=min_tokens)
         self.ended: Ended | None = None
         self.first_at: float | None = None
@@ -149,7 +171,9 @@ class Answer:
         self.finish: Finish | None = None
         self.told = False
         """Whether the connection has taken the last piece."""
-        self._buffer, self._wake = buffer, wake
+        self.stopping = False
+        """Whether the core has been told that a stop string is complete."""
+        self._buffer, self._news = buffer, news
 
     @property
     def has_news(self) -> bool:
@@ -157,12 +181,12 @@ class Answer:
 
     def push(self, token_ids: list[int], logprobs: Iterable[TokenLogprobs]) -> bool:
         """Adds tokens. Returns True if too many wait for the client now."""
-        self._wake.set()
+        self._news()
         return self._buffer.push(token_ids, logprobs)
 
     def end(self, ended: Ended) -> None:
         self.ended = self._buffer.end(ended)
-        self._wake.set()
+        self._news()
 
     def take(self) -> tuple[list[int], list[TokenLogprobs]]:
         return self._buffer.take()

@@ -30,6 +30,8 @@ class Detokenizer:
         """Returns the next piece, which may be empty, and how many of `token_ids` [num_tokens] belong to the answer.
         Only the tokens past a stop string do not.
         """
+        if self.stopped:
+            return "", 0
         if not self._matchers:
             return self._utf8.decode(join_bytes(self._token_bytes, token_ids)), len(token_ids)
         pieces = []

@@ -1,8 +1,8 @@
-"""What every front door shares: it owns the router's core and carries each call through it. No transport is known here.
+"""What every front door shares: it carries each call to the core and back. No transport is known here.
 
  1. `generate` reads, validates and tokenises a request in a thread.
- 2. `submit` hands the core one request per answer. The core accepts all of them, or refuses all with a RequestError.
- 3. After every input, a tick included, `pump` sends the core's outbox to the engines and its events to their answers.
+ 2. `_open` submits one request per answer. The core accepts all of them, or refuses all with a RequestError.
+ 3. What the core has for this door comes in batches (`router/door_messages.py`). `DoorLink` hands each answer its own.
  4. `generate` takes tokens as fast as the client does, those of several steps at once if the client is slow, and turns
     them into text.
  5. Exactly one `Ended` closes each answer. The call ends with its last answer, or with the first error. A caller that
@@ -10,26 +10,28 @@
  6. Counters and spans record what the client was told, once it was told. The core may have ended the answer otherwise,
     for example when the last tokens hold a stop string or the client reads too slowly.
 
-Everything but tokenisation runs on one event loop, so the core needs no lock.
+Everything but tokenisation runs on one event loop.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, Protocol, TypeVar
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 from protocol.arrays import Int32
 from protocol.clock import Clock
 from protocol.errors import DeadlineExceeded, InvalidRequest, Overloaded, RequestCancelled, RequestError
-from protocol.messages import Address, Envelope, FinishReason, Message
-from router.admission import Account, ClientRequest
+from protocol.messages import FinishReason
+from router.admission import Account
 from router.call import Answer, Call, Piece
 from router.call_request import CallRequest, Prompt
 from router.config import RouterConfig
+from router.core_loop import CoreLink
+from router.door_link import DoorLink
+from router.door_messages import Facts, Loads
 from router.metrics_totals import DoorTotals, end_of
 from router.parse import Parsed, num_asked, parse_generate, parse_tokenize
-from router.policy import ReplicaView
-from router.request import Delivered, Ended
 from router.tokenizer import Tokenizer
 from router.tracing import CallTrace, Tracing, Untraced
 
@@ -39,27 +41,6 @@ DEADLINE_ROUNDING, DEADLINE_TRAVEL_S = 0.01, 0.05
 """A deadline passes at the client first: gRPC adds up to this share before it sends it, and sending it takes time."""
 
 T = TypeVar("T")
-
-
-class Core(Protocol):
-    """The router's state machine as the front doors see it."""
-
-    outbox: list[tuple[Address, Message]]
-    events: list[Delivered | Ended]
-
-    @property
-    def max_model_len(self) -> int: ...
-    @property
-    def ready(self) -> bool: ...
-    @property
-    def num_queued(self) -> int: ...
-    def replicas(self) -> Iterator[ReplicaView]: ...
-    def submit(self, *requests: ClientRequest) -> None: ...
-    def cancel(self, request_id: str) -> None: ...
-    def stop(self, request_id: str) -> None: ...
-    def handle(self, envelope: Envelope) -> None: ...
-    def tick(self) -> None: ...
-    def drain(self, deadline_s: float) -> None: ...
 
 
 class Model(NamedTuple):
@@ -74,76 +55,51 @@ class FrontDoor:
 
     def __init__(
         self,
-        core: Core,
+        link: CoreLink,
         tokenizer: Tokenizer,
         config: RouterConfig,
         model: Model,
         *,
-        send: Callable[[Address, Message], None],
         clock: Clock,
         tracing: Tracing | None = None,
     ) -> None:
-        self.core, self.tokenizer, self.model = core, tokenizer, model
-        self._config, self._send, self._clock = config, send, clock
+        self.tokenizer, self.model = tokenizer, model
+        self._config, self._clock = config, clock
         self._started_at = clock()
         self._tracing = tracing or Untraced()
         self.totals = DoorTotals()
         self._calls: dict[str, Call] = {}
-        self._answers: dict[str, Answer] = {}
         self._threads = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
         self._num_in_threads = 0
+        self._way, self._link = link, DoorLink(link.send)
+        link.connect(self._link.receive)
+
+    @property
+    def facts(self) -> Facts:
+        """What the core has told of itself."""
+        return self._link.facts
 
     @property
     def num_open(self) -> int:
-        """Answers accepted and not yet ended."""
-        return len(self._answers)
+        """Answers whose clients have not been told their ends."""
+        return sum(len(call.answers) for call in self._calls.values())
 
     @property
     def uptime_s(self) -> float:
         return self._clock() - self._started_at
 
-    def loads(self) -> list[tuple[ReplicaView, float]]:
-        """Every engine as of its last status, with the seconds since then."""
-        now = self._clock()
-        return [(replica, now - replica.heard_at) for replica in self.core.replicas()]
+    async def loads(self) -> Loads:
+        told: asyncio.Future[Loads] = asyncio.get_running_loop().create_future()
+        self._link.loads(partial(_tell, told))
+        return await told
 
     async def run(self) -> None:
-        """Ticks until it is cancelled. Anything it raises is a bug in the core, after which nothing can be served."""
-        while True:
-            self.core.tick()
-            self.pump()
-            await asyncio.sleep(self._config.tick_interval_s)
-
-    def deliver(self, envelope: Envelope) -> None:
-        """Takes one message of an engine. Messages come in the order of their numbers."""
-        self.core.handle(envelope)
-        self.pump()
-
-    def pump(self) -> None:
-        """Delivers what the core has put out. Whoever gives the core an input calls this directly afterwards."""
-        core = self.core
-        while core.outbox or core.events:  # cancelling an overflown answer fills them again
-            outbox, events = core.outbox[:], core.events[:]
-            core.outbox.clear()
-            core.events.clear()
-            for address, message in outbox:
-                self._send(address, message)
-            for event in events:
-                if isinstance(event, Delivered):
-                    self._deliver(event)
-                elif (answer := self._answers.get(event.request_id)) is not None:
-                    answer.end(event)
-
-    def _deliver(self, delivered: Delivered) -> None:
-        for request_id, token_ids in delivered.rows():
-            answer = self._answers.get(request_id)
-            if answer is not None and answer.push(token_ids, delivered.logprobs.get(request_id, ())):
-                self.core.cancel(request_id)
+        """Keeps the way to the core until it is cancelled. Anything it raises is a bug."""
+        await self._way.run()
 
     def drain(self, deadline_s: float) -> None:
         """Accepts nothing new. What is still open in `deadline_s` seconds ends with an error."""
-        self.core.drain(deadline_s)
-        self.pump()
+        self._way.drain(deadline_s)
 
     def close(self) -> None:
         """Ends the tokenisation threads. Nothing may be open any more."""
@@ -153,15 +109,15 @@ class FrontDoor:
         """Returns token ids, int32 [num_tokens]. `read` is called in a thread. Both may raise RequestError."""
         return await self.in_thread(lambda: parse_tokenize(read(), self.tokenizer))
 
-    def abort(self, request_id: str) -> bool:
-        """Ends an open call by its id, with an error for its client. Returns False if no such call is open."""
+    async def abort(self, request_id: str) -> bool:
+        """Ends an open call of any door by its id, with an error for its client. Returns False if none is open."""
         call = self._calls.get(request_id)
-        if call is None:
-            return False
-        for answer in call.answers:
-            self.core.cancel(answer.request_id)
-        self.pump()
-        return True
+        if call is not None:
+            self._link.cancel(call.open)
+            return True
+        told: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._link.abort(request_id, partial(_tell, told))
+        return await told
 
     async def generate(
         self,
@@ -186,7 +142,7 @@ class FrontDoor:
                     piece, failure = self._piece(call, answer)
                     if first:
                         piece.prompt_tokens, piece.request_id = call.num_prompt_tokens, call.request_id
-                    if failure is None or piece.token_ids:
+                    if piece.token_ids or piece.finish_reason is not None:
                         first = False
                         yield piece
                     if failure is not None:
@@ -214,7 +170,7 @@ class FrontDoor:
                 asked,
                 self.tokenizer,
                 vocab_size=self.model.vocab_size,
-                max_model_len=self.core.max_model_len,
+                max_model_len=self.facts.max_model_len,
                 deadline_s=None if deadline_s is None else deadline_s - (self._clock() - arrived_at),
                 traceparent=trace.traceparent,
                 account=account,
@@ -222,12 +178,15 @@ class FrontDoor:
 
         try:
             parsed = await self.in_thread(parse)
-            return self._open(parsed, arrived_at, trace, deadline_s)
         except (RequestError, asyncio.CancelledError) as raised:
             refusal = raised if isinstance(raised, RequestError) else self._gone(arrived_at, deadline_s)
-            trace.end(refusal.code)
-            self.totals.refused(refusal, num_answers)
+            self._refused(trace, refusal, num_answers)
             raise
+        return await self._open(parsed, arrived_at, trace, deadline_s)
+
+    def _refused(self, trace: CallTrace, refusal: RequestError, num_answers: int) -> None:
+        trace.end(refusal.code)
+        self.totals.refused(refusal, num_answers)
 
     def _piece(self, call: Call, answer: Answer) -> tuple[Piece, RequestError | None]:
         """Returns what waits for the client, and the error that the answer ends with, if it ends with one."""
@@ -240,9 +199,9 @@ class FrontDoor:
         answer.num_tokens += num_kept
         piece = Piece(answer.index, text, token_ids[:num_kept], logprobs[:num_kept])
         stopped = answer.detokenizer.stopped
-        if stopped and answer.ended is None:  # the core's answer ends too; tokens past the stop string are dropped
-            self.core.stop(answer.request_id)
-            self.pump()
+        if stopped and answer.ended is None and not answer.stopping:  # tokens past the stop string are dropped
+            answer.stopping = True
+            self._link.stop(call.first + answer.index)
         ended = answer.ended
         if ended is None:
             return piece, None
@@ -269,28 +228,47 @@ class FrontDoor:
         finally:
             self._num_in_threads -= 1
 
-    def _open(self, parsed: Parsed, arrived_at: float, trace: CallTrace, deadline_s: float | None) -> Call:
-        if parsed.request_id in self._calls:
-            raise InvalidRequest("request_id", parsed.request_id, "a request of that name is still open")
-        submitted_at = self._clock()
-        self.core.submit(*parsed.requests)
-        call = self._calls[parsed.request_id] = Call(
-            parsed, self.tokenizer, self._config.max_buffered_tokens, arrived_at, submitted_at, trace, deadline_s
+    async def _open(self, parsed: Parsed, arrived_at: float, trace: CallTrace, deadline_s: float | None) -> Call:
+        """Submits a call, and waits for the core's word. Counts it as refused if it is."""
+        name, num_answers = parsed.request_id, len(parsed.requests)
+        if name in self._calls:
+            taken = InvalidRequest("request_id", name, "a request of that name is still open")
+            self._refused(trace, taken, num_answers)
+            raise taken
+        call = self._calls[name] = Call(
+            parsed, self.tokenizer, self._config.max_buffered_tokens, arrived_at, self._clock(), trace, deadline_s
         )
-        self._answers.update({answer.request_id: answer for answer in call.answers})
-        trace.asked(self.model.name, parsed.request_id, parsed.requests)
-        self.pump()
+        told: asyncio.Future[RequestError | None] = asyncio.get_running_loop().create_future()
+
+        def opened(refusal: RequestError | None) -> None:
+            if refusal is None:
+                trace.asked(self.model.name, name, parsed.requests)
+            else:
+                del self._calls[name]
+                self._refused(trace, refusal, num_answers)
+            _tell(told, refusal)
+
+        call.first = self._link.submit(name, parsed.requests, call.answers, opened)
+        try:
+            refusal = await told
+        except asyncio.CancelledError:  # if the core accepts it, it is cancelled at once
+            self._close(call, self._gone(arrived_at, deadline_s))
+            raise
+        if refusal is not None:
+            raise refusal
         return call
 
     def _close(self, call: Call, error: RequestError | None) -> None:
         """Ends a call. `error`: what the client was told; None if it got all its answers, or left before their end."""
         if error is None and not all(answer.told for answer in call.answers):
             error = self._gone(call.arrived_at, call.deadline_s)
+        self._link.cancel(call.open)
+        call.when_ended(partial(self._closed, call, error))
+
+    def _closed(self, call: Call, error: RequestError | None) -> None:
+        """Counts and records a call all of whose answers have ended."""
         for answer in call.answers:
-            if answer.ended is None:
-                self.core.cancel(answer.request_id)
-        self.pump()
-        for answer in call.answers:
+            assert answer.ended is not None
             told: FinishReason | RequestError
             if answer.told and answer.finish is not None:
                 told = answer.finish.reason
@@ -298,8 +276,12 @@ class FrontDoor:
                 assert error is not None
                 told = error
                 self.totals.failed(error)
-            if answer.ended is not None:
-                call.trace.answered(answer.index, answer.ended, end_of(told), call.submitted_at - call.arrived_at)
-            del self._answers[answer.request_id]
+            call.trace.answered(answer.index, answer.ended, end_of(told), call.submitted_at - call.arrived_at)
         call.trace.end("OK" if error is None else error.code)
         del self._calls[call.request_id]
+
+
+def _tell(waiting: asyncio.Future[T], news: T) -> None:
+    """Whoever waited may be gone."""
+    if not waiting.done():
+        waiting.set_result(news)

@@ -128,7 +128,7 @@ class GrpcDoor:
         await self._server.stop(grace_s)
 
     async def _report_health(self) -> None:
-        serving = self._door.core.ready
+        serving = self._door.facts.ready
         if serving != self._serving:
             self._serving = serving
             status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
@@ -184,10 +184,10 @@ class GrpcDoor:
 
     async def _tokenize(self, read: Callable[[], pb.TokenizeRequest]) -> pb.TokenizeResponse:
         token_ids = await self._door.tokenize(lambda: decode_prompt(read()))
-        return pb.TokenizeResponse(token_ids=token_ids.tolist(), max_model_len=self._door.core.max_model_len)
+        return pb.TokenizeResponse(token_ids=token_ids.tolist(), max_model_len=self._door.facts.max_model_len)
 
     async def _abort_request(self, read: Callable[[], pb.AbortRequest]) -> pb.AbortResponse:
-        return pb.AbortResponse(aborted=self._door.abort(check_id(read().request_id)))
+        return pb.AbortResponse(aborted=await self._door.abort(check_id(read().request_id)))
 
     async def _get_server_info(self, read: Callable[[], pb.GetServerInfoRequest]) -> pb.GetServerInfoResponse:
         read()
@@ -195,8 +195,8 @@ class GrpcDoor:
         return pb.GetServerInfoResponse(
             version=version(),
             model=door.model.name,
-            max_model_len=door.core.max_model_len,
-            ready=door.core.ready,
+            max_model_len=door.facts.max_model_len,
+            ready=door.facts.ready,
             uptime_s=door.uptime_s,
             max_message_bytes=self._config.max_message_bytes,
             max_queue=self._config.max_queue,
@@ -204,16 +204,16 @@ class GrpcDoor:
 
     async def _get_loads(self, read: Callable[[], pb.GetLoadsRequest]) -> pb.GetLoadsResponse:
         read()
-        door = self._door
-        replicas = [encode_load(replica, age_s) for replica, age_s in door.loads()]
-        return pb.GetLoadsResponse(num_open=door.num_open, num_queued=door.core.num_queued, replicas=replicas)
+        loads = await self._door.loads()
+        replicas = [encode_load(replica, age_s) for replica, age_s in loads.replicas]
+        return pb.GetLoadsResponse(num_open=loads.num_open, num_queued=loads.num_queued, replicas=replicas)
 
     async def _get_model_info(self, read: Callable[[], pb.GetModelInfoRequest]) -> pb.GetModelInfoResponse:
         read()
         door = self._door
         return pb.GetModelInfoResponse(
             model=door.model.name,
-            max_model_len=door.core.max_model_len,
+            max_model_len=door.facts.max_model_len,
             vocab_size=door.model.vocab_size,
             has_chat_template=door.tokenizer.has_chat_template,
         )

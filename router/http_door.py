@@ -144,7 +144,11 @@ class HttpDoor:
             token_ids = await self._door.tokenize(read)
         except InvalidRequest as error:
             raise renamed(error, FIELDS | CHAT_FIELDS) from None
-        answer = {"tokens": token_ids.tolist(), "count": len(token_ids), "max_model_len": self._door.core.max_model_len}
+        answer = {
+            "tokens": token_ids.tolist(),
+            "count": len(token_ids),
+            "max_model_len": self._door.facts.max_model_len,
+        }
         await posted.whole(200, json.dumps(answer).encode())
 
     async def _detokenize(self, posted: Posted) -> None:
@@ -179,14 +183,14 @@ class HttpDoor:
             "object": "model",
             "created": self._created,
             "owned_by": "twopass",
-            "max_model_len": self._door.core.max_model_len,
+            "max_model_len": self._door.facts.max_model_len,
         }
 
     async def _health(self, request: Request) -> Response:
         return Response()
 
     async def _ready(self, request: Request) -> Response:
-        ready = self._door.core.ready
+        ready = self._door.facts.ready
         return JSONResponse({"ready": ready}, 200 if ready else 503)
 
     async def _version(self, request: Request) -> Response:

@@ -63,6 +63,8 @@ class ActiveRequest:
     request: ClientRequest
     request_number: int
     max_tokens: int
+    door: Address | None
+    """Where it came in."""
     accepted_at: float
     since: float
     """When it was last queued or dispatched."""

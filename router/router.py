@@ -23,6 +23,7 @@ from protocol.errors import (
     DeadlineExceeded,
     Draining,
     InvalidRequest,
+    Overloaded,
     ProtocolError,
     RequestCancelled,
     RequestError,
@@ -78,6 +79,7 @@ class Router:
         self._waiting = AdmissionQueue(config.max_queue)
         self._quotas = Quotas(clock)
         self._timers: Timers[int] = Timers()
+        self._held: set[Address] = set()
         self._num_numbered = 0
         self._status_at = clock()
         self._status_seq = 0
@@ -114,17 +116,40 @@ class Router:
 
     # ---- clients
 
-    def submit(self, *requests: ClientRequest) -> None:
-        """Accepts all requests, or none and raises a RequestError. Exactly one `Ended` follows each accepted one."""
+    def submit(self, *requests: ClientRequest, door: Address | None = None) -> None:
+        """Accepts all requests, or none and raises a RequestError. Exactly one `Ended` follows each accepted one.
+        `door`: where they came in.
+        """
         if (refusal := self._refusal()) is not None:
             raise refusal
         max_tokens = [self._check(request) for request in requests]
+        if door in self._held:
+            raise Overloaded("the door is behind with what it has to deliver", retry_after_s=1.0)
         num_places = self._fleet.num_places(requests, max_tokens, self._config.disaggregation)
         self._waiting.check_room(len(requests), num_places)
         self._quotas.check(requests[0].account, len(requests))
         for request, limit in zip(requests, max_tokens, strict=True):
-            self._accept(request, limit)
+            self._accept(request, limit, door)
         self._dispatch()
+
+    def hold(self, door: Address) -> None:
+        """Takes nothing new from a door, and dispatches none of its queued requests, until `release`. What engines have
+        begun goes on.
+        """
+        self._held.add(door)
+        for entry in self._queued(door):
+            self._waiting.park(entry.request_number)
+
+    def release(self, door: Address) -> None:
+        """Ends a `hold`, if there is one."""
+        if door in self._held:
+            self._held.remove(door)
+            for entry in self._queued(door):
+                self._waiting.unpark(entry.request_number)
+            self._dispatch()
+
+    def _queued(self, door: Address) -> list[ActiveRequest]:
+        return [entry for entry in self._open.values() if entry.key is None and entry.door == door]
 
     def _refusal(self) -> RequestError | None:
         """Why no request is served at present, or None. `submit` and `ready` both follow this rule."""
@@ -142,13 +167,13 @@ class Router:
             raise InvalidRequest("request_id", request.request_id, "already in use")
         return self._fleet.check(request, self._config.disaggregation)
 
-    def _accept(self, request: ClientRequest, max_tokens: int) -> None:
+    def _accept(self, request: ClientRequest, max_tokens: int, door: Address | None) -> None:
         now = self._clock()
         if request.sampling.seed is None:
             request = replace(request, sampling=replace(request.sampling, seed=self._random.getrandbits(63)))
         request_number = self._num_numbered
         self._num_numbered += 1
-        self._open[request_number] = ActiveRequest(request, request_number, max_tokens, now, now)
+        self._open[request_number] = ActiveRequest(request, request_number, max_tokens, door, now, now)
         self._request_numbers[request.request_id] = request_number
         self._waiting.push(request_number, request.priority)
         self._quotas.begin(request.account, len(request.prompt_token_ids))
@@ -496,6 +521,8 @@ class Router:
         entry.attempt_stages.clear()
         self._leave_attempt(entry)
         self._waiting.push(entry.request_number, entry.request.priority, front=front)
+        if entry.door in self._held:
+            self._waiting.park(entry.request_number)
 
     def _failed(self, entry: ActiveRequest, error: str) -> None:
         """Starts over from the delivered tokens after a failed attempt, or gives up after `max_attempts` failures."""

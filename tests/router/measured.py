@@ -12,6 +12,7 @@ from protocol.histogram import Histogram
 from protocol.messages import Address, ReplicaStatus
 from router.call_request import CallRequest, Prompt, SamplingOptions
 from router.config import RouterConfig
+from router.core_loop import CoreLoop, OwnLink
 from router.frontdoor import FrontDoor, Model
 from router.metrics import PREFIX
 from router.metrics_collector import RouterCollector
@@ -24,14 +25,9 @@ class Measured(World):
 
     def __init__(self, **config: Any) -> None:
         super().__init__(**config)
-        self.door = FrontDoor(
-            self.router,
-            NumberTokenizer(100),
-            RouterConfig(),
-            Model("m", 100),
-            send=lambda address, message: None,
-            clock=self.clock,
-        )
+        loop = CoreLoop(self.router, RouterConfig(), send=lambda address, message: None, clock=self.clock)
+        self.pump = loop.pump
+        self.door = FrontDoor(OwnLink(loop), NumberTokenizer(100), RouterConfig(), Model("m", 100), clock=self.clock)
         self.collector = RouterCollector(self.router, self.door)
 
     def samples(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -61,7 +57,7 @@ class Measured(World):
                 await asyncio.sleep(0)
             for step in steps:
                 step()
-                self.door.pump()
+                self.pump()
             await reading
 
         asyncio.run(asyncio.wait_for(main(), 30))

@@ -10,7 +10,9 @@ from protocol.errors import RequestCancelled, RequestError
 from protocol.messages import Address, Envelope, FinishReason, Message, TokenLogprobs
 from router.admission import ClientRequest
 from router.config import RouterConfig
-from router.frontdoor import Core, FrontDoor, Model
+from router.core_loop import CoreLoop, OwnLink
+from router.doors import Core
+from router.frontdoor import FrontDoor, Model
 from router.grpc_door import GrpcDoor
 from router.listening import Listening
 from router.policy import ReplicaView
@@ -30,14 +32,14 @@ class ScriptedCore:
         self.events: list[Delivered | Ended] = []
         self.max_model_len = 10_000
         self.ready = True
-        self.num_queued = 0
+        self.num_queued = self.num_open = 0
         self.engines: list[ReplicaView] = []
         self.calls: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
         self.cancelled: list[str] = []
         self.tick_error: Exception | None = None
         self._on_submit = on_submit
 
-    def submit(self, *requests: ClientRequest) -> None:
+    def submit(self, *requests: ClientRequest, door: Address) -> None:
         for request in requests:
             if self._on_submit is not None:
                 self._on_submit(self, request)
@@ -51,6 +53,12 @@ class ScriptedCore:
     def stop(self, request_id: str) -> None:
         self.calls.put_nowait(("stop", request_id))
         self.end(request_id, "stop")
+
+    def hold(self, door: Address) -> None:
+        self.calls.put_nowait(("hold", door))
+
+    def release(self, door: Address) -> None:
+        self.calls.put_nowait(("release", door))
 
     def replicas(self) -> Iterator[ReplicaView]:
         return iter(self.engines)
@@ -89,15 +97,22 @@ class Serving:
 
     def __init__(
         self,
-        core: Any,
+        loop: CoreLoop,
         door: FrontDoor,
         server: Listening,
         address: str,
         sent: list[tuple[Address, Message]],
         ports: dict[str, int] | None = None,
     ) -> None:
-        self.core, self.door, self.server, self.address, self.sent = core, door, server, address, sent
+        self.core: Any = loop.core
+        self.loop, self.door, self.server, self.address, self.sent = loop, door, server, address, sent
         self.ports = ports or {}
+        self.pump = loop.pump
+
+    def tick(self) -> None:
+        """Tells the door what has changed in the core."""
+        self.loop.doors.tick()
+        self.pump()
 
     async def next_submit(self) -> ClientRequest:
         name, request = await self.core.calls.get()
@@ -112,19 +127,19 @@ async def serving(
 ) -> AsyncIterator[Serving]:
     config = RouterConfig(**{"grpc_port": 0, **knobs})
     sent: list[tuple[Address, Message]] = []
+    loop = CoreLoop(core, config, send=lambda address, message: sent.append((address, message)), clock=time.monotonic)
     door = FrontDoor(
-        core,
+        OwnLink(loop),
         tokenizer or NumberTokenizer(VOCAB_SIZE),
         config,
         Model("arithmetic", VOCAB_SIZE),
-        send=lambda address, message: sent.append((address, message)),
         clock=time.monotonic,
         tracing=tracing,
     )
     server = Listening(door, [GrpcDoor(door, config)], config.tick_interval_s)
     (port,) = await server.start()
     try:
-        yield Serving(core, door, server, f"127.0.0.1:{port}", sent)
+        yield Serving(loop, door, server, f"127.0.0.1:{port}", sent)
     finally:
         await server.stop(0.0)
 

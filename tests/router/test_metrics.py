@@ -198,7 +198,7 @@ def test_a_request_is_one_answer_whether_it_is_accepted_or_refused() -> None:
                 await asyncio.sleep(0)
             assert (world.value("requests_accepted_total"), world.value("accepted_prompt_tokens_total")) == (14, 14)
             world.tokens(D, 0, [40])
-            world.door.pump()
+            world.pump()
             await first
 
     asyncio.run(asyncio.wait_for(fits(), 30))
@@ -216,11 +216,11 @@ def test_stages_add_up_to_the_whole() -> None:
             await asyncio.sleep(0)
         world.clock.advance_to(1.0)
         world.tokens(D, 0, [40])
-        world.door.pump()
+        world.pump()
         await first
         world.clock.advance_to(3.0)
         world.tokens(D, 1, [41], ("finished", "stop"), stages=(StageSeconds(0, 1, {"prefill": 0.75, "decode": 1.5}),))
-        world.door.pump()
+        world.pump()
         async for _ in answer:
             continue
 

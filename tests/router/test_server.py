@@ -147,7 +147,7 @@ def test_stop_lets_open_answers_end_and_takes_nothing_new() -> None:
             assert await s.core.calls.get() == ("drain", 20.0)
             s.core.tokens(request.request_id, 3)
             s.core.end(request.request_id, "stop")
-            s.door.pump()
+            s.pump()
             assert (await stream.read()).token_ids == [3]
             await stopping
             await s.server.wait()
@@ -199,7 +199,7 @@ def test_messages_go_in_and_out() -> None:
         envelope = Envelope(engine, router, 0, PeerGap(peer=engine))
         status = RouterStatus(router_epoch=1, seq=0, prefill_room_blocks=0, prefill_max_tokens=0)
         s.core.outbox.append((engine, status))
-        s.door.deliver(envelope)
+        s.loop.deliver(envelope)
         assert s.core.calls.get_nowait() == ("handle", envelope)
         assert s.sent == [(engine, status)]
         assert s.core.outbox == []

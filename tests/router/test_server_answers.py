@@ -37,12 +37,12 @@ def test_answer_streams_in_pieces_and_ends_with_usage_and_timing() -> None:
             stream = client.generate(prompt_token_ids=[1, 2])
             name = (await s.next_submit()).request_id
             s.core.tokens(name, 3)
-            s.door.pump()
+            s.pump()
             first = await anext(stream)
             s.core.tokens(name, 4)
             s.core.tokens(name, 5)
             s.core.end(name, "length")
-            s.door.pump()
+            s.pump()
             last = await anext(stream)
             with pytest.raises(StopAsyncIteration):
                 await anext(stream)
@@ -74,7 +74,7 @@ def test_several_answers_share_one_stream() -> None:
             with pytest.raises(twopass.InvalidRequest, match="still open"):
                 await client.generate_text(prompt_token_ids=[1], request_id="mine")
             s.core.tokens(ids[1], 5, 9, 8, logprobs=tuple(TokenLogprobs(-0.5 * i, (4,), (-0.25,)) for i in range(3)))
-            s.door.pump()
+            s.pump()
             first = await anext(stream)
             assert (first.index, first.text, first.token_ids, first.finish_reason) == (1, "<5> ", [5, 9], "stop")
             assert (first.request_id, first.prompt_tokens, first.usage, first.timing) == ("mine", 2, None, None)
@@ -85,7 +85,7 @@ def test_several_answers_share_one_stream() -> None:
             s.core.tokens(ids[2], 7)
             s.core.tokens(ids[2], 7)
             s.core.end(ids[2], "stop")
-            s.door.pump()
+            s.pump()
             rest = [chunk async for chunk in stream]
         told = [(chunk.index, chunk.token_ids, chunk.finish_reason) for chunk in rest]
         assert told == [(0, [6], "length"), (2, [7, 7], "stop")]
@@ -107,7 +107,7 @@ def test_several_answers_are_waited_for_together() -> None:
             task = asyncio.create_task(answers)
             for _ in range(2):
                 echo(s.core, await s.next_submit())
-            s.door.pump()
+            s.pump()
             told = [(answer.index, answer.token_ids, answer.text) for answer in await task]
             assert told == [(0, [1], "<1> "), (1, [1], "<1> ")]
             with pytest.raises(twopass.InvalidRequest, match="generate_texts"):
@@ -122,7 +122,7 @@ def test_the_error_of_one_answer_ends_them_all() -> None:
             stream = client.generate("<1>", n=2, temperature=1.0)
             ids = [(await s.next_submit()).request_id for _ in range(2)]
             s.core.end(ids[0], None, RequestFailed("3 attempts"))
-            s.door.pump()
+            s.pump()
             with pytest.raises(twopass.Unavailable, match="3 attempts"):
                 await stream.read_all()
             assert await s.core.calls.get() == ("cancel", ids[1])
@@ -183,10 +183,10 @@ def test_a_stop_string_ends_the_answer_for_client_and_core() -> None:
             stream = client.generate(prompt_token_ids=[1], stop=["> <6", "never"])
             request = await s.next_submit()
             s.core.tokens(request.request_id, 5)
-            s.door.pump()
+            s.pump()
             assert (await anext(stream)).text == "<5"  # "> " may be the beginning of a stop string
             s.core.tokens(request.request_id, 61, 7, 8)
-            s.door.pump()
+            s.pump()
             last = await anext(stream)
             assert (last.text, last.token_ids, last.finish_reason) == ("", [61], "stop")
             assert last.usage is not None
@@ -234,7 +234,7 @@ def test_a_request_id_is_free_again_after_the_end() -> None:
             assert caught.value.field == "request_id"
             s.core.tokens("mine", 8)
             s.core.end("mine", "stop")
-            s.door.pump()
+            s.pump()
             assert (await first.read()).token_ids == [8]
             again = client.generate(prompt_token_ids=[1], request_id="mine")
             await s.next_submit()

@@ -21,7 +21,7 @@ def test_a_client_that_goes_away_cancels_its_request(how: str) -> None:
         stream: twopass.AsyncStream | None = client.generate(prompt_token_ids=[1])
         request = await s.next_submit()
         s.core.tokens(request.request_id, 3)
-        s.door.pump()
+        s.pump()
         assert stream is not None
         assert (await anext(stream)).token_ids == [3]
         if how == "close":
@@ -68,7 +68,7 @@ def test_a_slow_client_slows_only_itself() -> None:
             num_others = 0
             while not s.core.cancelled:
                 s.core.tokens("slow", *[5] * 1000)
-                s.door.pump()
+                s.pump()
                 assert (await quick.generate_text(prompt_token_ids=[2])).token_ids == [2]
                 num_others += 1
             assert num_others > 1
@@ -85,7 +85,7 @@ def test_a_client_that_takes_nothing_loses_its_stream() -> None:
             request = await s.next_submit()
             while s.core.calls.empty():  # once the connection's windows are full, the write stands still
                 s.core.tokens(request.request_id, *[5] * 1000)
-                s.door.pump()
+                s.pump()
                 await asyncio.sleep(0)
             assert s.core.calls.get_nowait() == ("cancel", request.request_id)
             with pytest.raises(twopass.Cancelled, match="took nothing"):

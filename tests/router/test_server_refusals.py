@@ -194,6 +194,7 @@ def test_five_thousand_bad_requests_leave_no_trace() -> None:
 
     async def test(s: Serving) -> None:
         s.core.max_model_len = MAX_MODEL_LEN
+        s.tick()
         async with grpc.aio.insecure_channel(s.address) as channel:
             generate = channel.unary_stream(f"/{SERVICE}/Generate")
 

@@ -28,7 +28,7 @@ async def stop_string_in_the_last_token(s: Serving, client: AsyncClient) -> Told
     request = await s.next_submit()
     s.core.tokens(request.request_id, 5, 6)
     s.core.end(request.request_id, "length")
-    s.door.pump()
+    s.pump()
     return [(await stream.read()).finish_reason]
 
 
@@ -37,7 +37,7 @@ async def stop_string_before_a_failure(s: Serving, client: AsyncClient) -> Told:
     request = await s.next_submit()
     s.core.tokens(request.request_id, 5, 6)
     s.core.end(request.request_id, None, DeadlineExceeded("deadline"))
-    s.door.pump()
+    s.pump()
     return [(await stream.read()).finish_reason]
 
 
@@ -47,7 +47,7 @@ async def too_much_at_once_to_keep(s: Serving, client: AsyncClient) -> Told:
     request = await s.next_submit()
     s.core.tokens(request.request_id, *[5] * 101)
     s.core.end(request.request_id, "length")
-    s.door.pump()
+    s.pump()
     return [await status(stream)]
 
 
@@ -59,7 +59,7 @@ async def only_piece_too_large_for_the_connection(s: Serving, client: AsyncClien
     request = await s.next_submit()
     s.core.tokens(request.request_id, *[5] * 1_000_000)
     s.core.end(request.request_id, "length")
-    s.door.pump()
+    s.pump()
     while s.door.num_open:
         await asyncio.sleep(0.001)
     try:
@@ -92,10 +92,10 @@ async def one_of_three_fails(s: Serving, client: AsyncClient) -> Told:
     stream = client.generate("<1>", n=3, temperature=1.0)
     ids = [(await s.next_submit()).request_id for _ in range(3)]
     s.core.end(ids[0], "length")
-    s.door.pump()
+    s.pump()
     first = await anext(stream)
     s.core.end(ids[1], None, RequestFailed("3 attempts"))
-    s.door.pump()
+    s.pump()
     failure = await status(stream)
     return [str(first.finish_reason), failure, failure]
 
@@ -166,7 +166,7 @@ def test_a_last_piece_that_nobody_takes_ends_nothing() -> None:
         pieces = s.door.generate(lambda: asked, deadline_s=None)
         first = asyncio.ensure_future(anext(pieces))
         s.core.end((await s.next_submit()).request_id, "length")
-        s.door.pump()
+        s.pump()
         assert (await first).finish_reason == "length"
         await pieces.aclose()
         assert {reason for reason, count in s.door.totals.ends.items() if count} == {"cancelled"}

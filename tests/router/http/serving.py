@@ -10,6 +10,7 @@ import httpx
 from prometheus_client.registry import CollectorRegistry
 
 from router.config import RouterConfig
+from router.core_loop import CoreLoop, OwnLink
 from router.frontdoor import FrontDoor, Model
 from router.listeners import make_listeners
 from router.listening import Listening
@@ -23,19 +24,19 @@ MODEL = "arithmetic"
 @asynccontextmanager
 async def http_serving(core: ScriptedCore, tokenizer: Tokenizer | None = None, **knobs: Any) -> AsyncIterator[Serving]:
     config = RouterConfig(**{"grpc_port": 0, "http_port": 0, "metrics_port": 0, **knobs})
+    loop = CoreLoop(core, config, send=lambda address, message: None, clock=time.monotonic)
     door = FrontDoor(
-        core,
+        OwnLink(loop),
         tokenizer or NumberTokenizer(VOCAB_SIZE),
         config,
         Model(MODEL, VOCAB_SIZE),
-        send=lambda address, message: None,
         clock=time.monotonic,
     )
     listeners = make_listeners(door, config, CollectorRegistry())
     server = Listening(door, list(listeners.values()), config.tick_interval_s)
     ports = dict(zip(listeners, await server.start(), strict=True))
     try:
-        yield Serving(core, door, server, f"http://127.0.0.1:{ports['http_port']}", [], ports)
+        yield Serving(loop, door, server, f"http://127.0.0.1:{ports['http_port']}", [], ports)
     finally:
         await server.stop(0.0)
 

@@ -102,6 +102,7 @@ def test_what_is_said_of_the_server() -> None:
         assert (await client.get("/health")).status_code == 200
         assert (await client.get("/ready")).status_code == 200
         s.core.ready = False
+        s.tick()
         assert (await client.get("/ready")).status_code == 503
         assert set((await client.get("/version")).json()) == {"version"}
         assert (await client.get("/metrics")).headers["content-type"].startswith("text/plain")
@@ -154,7 +155,7 @@ def test_a_client_that_takes_nothing_is_cut_off() -> None:
             request_id = (await s.next_submit()).request_id
             while s.core.calls.empty():
                 s.core.tokens(request_id, *range(900))
-                s.door.pump()
+                s.pump()
                 await asyncio.sleep(0.01)
             assert s.core.calls.get_nowait() == ("cancel", request_id)
 

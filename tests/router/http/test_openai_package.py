@@ -126,11 +126,11 @@ def test_an_error_in_mid_stream_is_raised_after_what_came_before() -> None:
         asking = asyncio.create_task(client.completions.create(model=MODEL, prompt="<1>", stream=True))
         request_id = (await s.next_submit()).request_id
         s.core.tokens(request_id, 5)
-        s.door.pump()
+        s.pump()
         chunks = aiter(await asking)
         assert (await anext(chunks)).choices[0].text == "<5> "
         s.core.end(request_id, error=RequestFailed("all attempts failed"))
-        s.door.pump()
+        s.pump()
         with pytest.raises(openai.APIError, match="all attempts failed"):
             await anext(chunks)
 

@@ -176,8 +176,9 @@ class Client:
 
     def _start(self, request: pb.GenerateRequest, options: GenerateOptions) -> Stream:
         servers, tries = self._servers, self._servers.tries(options.get("timeout_s", self._timeout_s))
+        start = servers.starter("Generate", request, options)
         try:
-            return Stream(servers.starter("Generate", request, options), tries, servers.places)
+            return Stream(start(tries), start, tries, servers.places)
         except ValueError as error:  # grpc raises it on a closed channel
             raise ClientClosed(str(error)) from error
 
@@ -297,8 +298,9 @@ class AsyncClient:
 
     def _start(self, request: pb.GenerateRequest, options: GenerateOptions) -> AsyncStream:
         servers, tries = self._servers, self._servers.tries(options.get("timeout_s", self._timeout_s))
+        start = servers.starter("Generate", request, options)
         try:
-            return AsyncStream(servers.starter("Generate", request, options), tries, servers.places)
+            return AsyncStream(start(tries), start, tries, servers.places)
         except grpc.aio.UsageError as error:
             raise ClientClosed(str(error)) from error
 

@@ -19,10 +19,10 @@ from twopass.wire import incomplete, join, single, to_chunk, to_error
 class Stream(Iterator[Chunk]):
     """The stream of one call. Iterate it, `read` the rest, or `close` it to cancel the request."""
 
-    def __init__(self, start: Callable[[Tries], Any], tries: Tries, places: Sequence[Place]) -> None:
-        """`start` starts the call at the place that is tried."""
+    def __init__(self, call: Any, start: Callable[[Tries], Any], tries: Tries, places: Sequence[Place]) -> None:
+        """`start` has started `call`, at the place that is tried."""
         self._start, self._tries, self._places = start, tries, places
-        self._place, self._call = places[tries.place], start(tries)
+        self._place, self._call = places[tries.place], call
         self._begun = self._ended = self._closed = False
 
     def __next__(self) -> Chunk:
@@ -74,9 +74,9 @@ class Stream(Iterator[Chunk]):
 class AsyncStream(AsyncIterator[Chunk]):
     """Works like `Stream`, for an event loop. `aclose` cancels the request."""
 
-    def __init__(self, start: Callable[[Tries], Any], tries: Tries, places: Sequence[Place]) -> None:
+    def __init__(self, call: Any, start: Callable[[Tries], Any], tries: Tries, places: Sequence[Place]) -> None:
         self._start, self._tries, self._places = start, tries, places
-        self._place, self._call = places[tries.place], start(tries)
+        self._place, self._call = places[tries.place], call
         self._begun = self._ended = self._closed = False
 
     async def __anext__(self) -> Chunk:

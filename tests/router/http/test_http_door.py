@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import socket
 from typing import Any
 
@@ -162,6 +163,39 @@ def test_a_client_that_takes_nothing_is_cut_off() -> None:
     http_scenario(test, write_timeout_s=0.3, max_buffered_tokens=10**9)
 
 
+def test_an_answer_is_not_held_back_for_what_may_follow() -> None:
+    """Its head and its body are two writes, of which Nagle's algorithm would hold back the second."""
+
+    async def test(s: Serving, client: httpx.AsyncClient) -> None:
+        await client.get("/health")
+        port = s.ports["http_port"]
+        accepted = [sock for sock in _sockets_of_this_process() if sock.getsockname()[1] == port]
+        assert len(accepted) >= 2  # it and the one that listens
+        assert all(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for sock in accepted)
+
+    http_scenario(test)
+
+
+def _sockets_of_this_process() -> list[socket.socket]:
+    """Duplicates of those that have an IPv4 address."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            number = os.dup(int(name))
+        except OSError:  # closed meanwhile
+            continue
+        try:
+            sock = socket.socket(fileno=number)
+        except OSError:  # no socket
+            os.close(number)
+            continue
+        if sock.family == socket.AF_INET and sock.type == socket.SOCK_STREAM:
+            found.append(sock)
+        else:
+            sock.close()
+    return found
+
+
 def test_a_taken_port_is_named() -> None:
     async def main() -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -186,7 +220,7 @@ NAMES = (
 bodies = st.dictionaries(st.sampled_from(NAMES), json_values, max_size=4)
 
 
-@settings(max_examples=25)
+@settings(max_examples=10, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), bodies) | st.binary(max_size=40), min_size=20, max_size=20))
 def test_no_body_is_the_servers_fault(some: list[tuple[bool, dict[str, Any]] | bytes]) -> None:
     """Every answer is one, or a refusal with a reason, and nothing stays open."""

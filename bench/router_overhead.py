@@ -74,8 +74,15 @@ async def measure_router() -> Figures:
     router = Router(RouterConfig(), address=Address("router", 1), clock=time.perf_counter, seed=1)
     config = RouterConfig(grpc_port=0, metrics_port=0)
     loop = CoreLoop(router, config, send=send, clock=time.perf_counter)
-    door = FrontDoor(OwnLink(loop), NumberTokenizer(32_000), config, Model("played", 32_000), clock=time.perf_counter)
-    server = Listening(door, [GrpcDoor(door, config)], config.tick_interval_s)
+    door = FrontDoor(
+        OwnLink(loop),
+        NumberTokenizer(32_000),
+        config,
+        Model("played", 32_000),
+        clock=time.perf_counter,
+        totals=loop.doors.totals,
+    )
+    server = Listening([GrpcDoor(door, config)], config.tick_interval_s, loop)
     (port,) = await server.start()
     router.replica_started(ENGINE)
     hello = Hello(
@@ -106,6 +113,7 @@ async def measure_router() -> Figures:
 
     figures = await _measure(port, lambda: len(dispatched), hand_in)
     await server.stop(0.1)
+    await door.close()
     return figures
 
 

@@ -1,4 +1,4 @@
-"""What Ray is given to make a router or an engine: an actor's class, and the arguments of its constructor.
+"""What Ray is given to make a router, a door or an engine: an actor's class, and the arguments of its constructor.
 
 The imports of this module take a while, which is why `cluster/serve.py` imports it while Ray starts.
 """
@@ -15,14 +15,24 @@ from prefill_pool.actor import PrefillActor
 from protocol.messages import Address, PoolName
 from router.actor import RouterActor
 from router.config import Ports
+from router.door_actor import DoorActor
 
 Parts = tuple[type, tuple[object, ...]]
 
 
-def router(config: ClusterConfig, address: Address, mailbox: Mailbox, *, ports: Ports, vocab_size: int) -> Parts:
+def router(
+    config: ClusterConfig, address: Address, mailbox: Mailbox, prefix: str, *, ports: Ports, vocab_size: int
+) -> Parts:
+    return RouterActor, (*_served(config, address, ports, vocab_size), prefix, mailbox)
+
+
+def door(config: ClusterConfig, address: Address, prefix: str, *, ports: Ports, vocab_size: int) -> Parts:
+    return DoorActor, (*_served(config, address, ports, vocab_size), prefix)
+
+
+def _served(config: ClusterConfig, address: Address, ports: Ports, vocab_size: int) -> tuple[object, ...]:
     model_dir = Path(config.model) if config.model is not None else None
-    router_config = replace(config.router, **ports._asdict())
-    return RouterActor, (address, config.log_level, router_config, model_dir, vocab_size, mailbox)
+    return address, config.log_level, replace(config.router, **ports._asdict()), model_dir, vocab_size
 
 
 def engine(

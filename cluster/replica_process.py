@@ -1,4 +1,4 @@
-"""One place of a deployment: the router or one engine, and the process that fills it now."""
+"""One place of a deployment: the router, a door or an engine, and the process that fills it now."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -7,7 +7,7 @@ from cluster.ray_handles import Actor
 from protocol.errors import StartupError
 from protocol.messages import PoolName
 
-Role = Literal["router", PoolName]
+Role = Literal["router", "door", PoolName]
 
 
 @dataclass(slots=True)
@@ -17,7 +17,9 @@ class ReplicaProcess:
     replica_id: str
     role: Role
     bundle: int | None
-    """Index of the engine's bundle (see `RayCluster.place`); None for the router, which runs beside the supervisor."""
+    """Index of the engine's bundle (see `RayCluster.place`); None for router and doors, which run beside
+    the supervisor.
+    """
     actor: Actor | None = None
     state: Literal["starting", "up", "down"] = "down"
     pending: Any = None

@@ -1,11 +1,12 @@
 """One deployment from its first process to its last: placement, epochs, replacement of dead processes, drain.
 
 1. The model is checked and Ray is opened. If that fails, nothing else has started.
-2. Engines and router start side by side. Engines take longest, so they get the worker processes that Ray has ready.
+2. Engines, router and doors start side by side. Engines take longest, so they get the processes that Ray has ready.
 3. Once the router is up, it is told of each engine that has started and speaks first; the engine answers with `Hello`.
 4. `watch` looks at every process. A dead engine is reported to the router, its shared memory is removed, and a new one
    starts under a higher epoch. A dead router is replaced on the same port, also under a higher epoch, and the new one
-   is told of every live engine. The requests of the dead router are lost.
+   is told of every live engine. The requests of the dead router are lost. Doors have its ports, and find the new one. A
+   dead door is replaced too; it loses its own calls.
 5. `drain` lets open requests end. `stop` ends all processes and leaves no process, shared memory, folder or port.
 6. When a part of Ray itself dies, nothing can be watched or replaced any more: every step raises ClusterLost.
 
@@ -15,7 +16,7 @@ These steps are in one file, because each of them reads or changes the same few 
 import secrets
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Self
@@ -27,6 +28,7 @@ from cluster.ray_address import is_given
 from cluster.ray_cluster import Bundle, RayCluster
 from cluster.ray_handles import Actor, ActorDied, Mailbox
 from cluster.replica_process import ReplicaProcess
+from cluster.reserved_port import ReservedPort
 from cluster.timings import COMMAND
 from kv_transfer.segment import PREFIX, remove_stale
 from protocol.errors import CapacityError, ClusterLost, StartupError
@@ -61,11 +63,16 @@ class Deployment:
     prefix: str = field(default_factory=lambda: f"{PREFIX}{secrets.token_hex(4)}-")
     """Begins the name of every shared-memory file of this deployment. Without its last dash it is the Ray namespace."""
     ports: Ports = field(init=False)
-    """Where the router listens, once it has started."""
+    """Where the deployment listens, once it has started."""
+    _asked: Ports = field(init=False)
+    """The ports that a router is asked to listen on."""
     _epoch: int = 0
     _ray: RayCluster = field(init=False)
     _router: ReplicaProcess = field(default_factory=lambda: ReplicaProcess(ROUTER_ID, "router", None))
+    _doors: list[ReplicaProcess] = field(default_factory=list)
     _engines: list[ReplicaProcess] = field(default_factory=list)
+    _reserved: ExitStack = field(default_factory=ExitStack)
+    """The ports that doors share."""
     _cpus: list[Core | None] = field(default_factory=list)
     """By bundle: the engine's own CPUs; None where engines share cores, or Ray may place them elsewhere."""
     _vocab_size: int = 0
@@ -87,11 +94,11 @@ class Deployment:
         self.stop()
 
     def actor(self, replica_id: str) -> Actor:
-        """The process that now fills the place of an engine, or of the router if `replica_id` is `ROUTER_ID`.
+        """The process that now fills the place of an engine or a door, or of the router if `replica_id` is `ROUTER_ID`.
 
         Raises KeyError for an unknown place, and StartupError for an empty one.
         """
-        return {place.replica_id: place for place in (self._router, *self._engines)}[replica_id].live
+        return {place.replica_id: place for place in self._places}[replica_id].live
 
     def loads(self) -> "list[ReplicaView]":
         """What the router knows of every engine that has sent it a `Hello`; empty while the router is dead."""
@@ -101,7 +108,7 @@ class Deployment:
     def start_times(self) -> dict[str, list[Phase]]:
         """What this process and those that answer did when while they started, by their names."""
         times = {COMMAND: phases()}
-        for place in (self._router, *self._engines):
+        for place in self._places:
             with suppress(ActorDied, StartupError):
                 times[place.replica_id] = place.live.call("start_times", timeout_s=self._patience_s())
         return times
@@ -112,6 +119,8 @@ class Deployment:
         now = time.monotonic()
         if not (self._drained_at is not None and self._router.state == "down"):
             self._watch(self._router, now)
+        for door in self._doors:
+            self._watch(door, now)
         lost: list[Address] = self._ask_router("take_lost") or []
         for engine in self._engines:
             if engine.actor is not None and engine.actor.address in lost:
@@ -138,7 +147,7 @@ class Deployment:
 
     def stop(self) -> None:
         """Ends all processes and removes what they leave behind. Open requests are lost."""
-        places = [place for place in (self._router, *self._engines) if place.actor is not None]
+        places = [place for place in self._places if place.actor is not None]
         try:
             self._ray.check()
             stopping = [place.live.start("stop") for place in places if place.state == "up"]
@@ -154,6 +163,7 @@ class Deployment:
             for place in places:
                 place.actor = None
             self._ray.close()
+            self._reserved.close()
 
     def _start(self) -> None:
         with phase("checks"):
@@ -166,11 +176,12 @@ class Deployment:
                 meanwhile=lambda: import_module("cluster.launch"),
             )
             self._ray.place(bundles)
-        self.progress(f"starting the router, {', '.join(engine.replica_id for engine in self._engines)}")
+        others = [place.replica_id for place in (*self._doors, *self._engines)]
+        self.progress(f"starting the router, {', '.join(others)}")
         with phase("router and engines"):
-            for place in (*self._engines, self._router):
+            for place in (*self._engines, *self._doors, self._router):
                 self._launch(place)
-            for place in (self._router, *self._engines):
+            for place in self._places:
                 self._await_first_start(place)
         with phase("greetings"):
             self._await_greetings()
@@ -187,12 +198,25 @@ class Deployment:
         if not is_given():
             needs = preflight.needs_of(config)
             preflight.check(needs, preflight.this_machine(with_gpus=needs.num_gpus > 0))
-        self.ports = config.router.ports
+        self._reserve_ports()
         names = [(f"{name}-{i}", name) for name, pool in config.pools.items() for i in range(pool.replicas)]
+        self._doors = [ReplicaProcess(f"door-{i}", "door", None) for i in range(config.router.doors)]
         self._engines = [ReplicaProcess(name, role, bundle) for bundle, (name, role) in enumerate(names)]
         bundles = [Bundle(pool.threads, pool.num_gpus) for pool in map(self._pool, self._engines)]
         self._cpus = own_cores([bundle.num_cpus for bundle in bundles], cores)
         return bundles
+
+    def _reserve_ports(self) -> None:
+        """Decides which ports are asked for. Those of doors are reserved, so that all doors get the same."""
+        asked = self.config.router
+        ports = asked.ports
+        if asked.doors:
+            grpc = self._reserved.enter_context(ReservedPort("grpc_port", asked.grpc_host, asked.grpc_port))
+            ports = ports._replace(grpc_port=grpc.port)
+            if asked.http_port is not None:
+                http = self._reserved.enter_context(ReservedPort("http_port", asked.http_host, asked.http_port))
+                ports = ports._replace(http_port=http.port)
+        self.ports = self._asked = ports
 
     def _await_first_start(self, place: ReplicaProcess) -> None:
         if not self._ray.ready(place.pending, START_TIMEOUT_S):
@@ -204,7 +228,7 @@ class Deployment:
         self._came_up(place, answer, time.monotonic())
 
     def _await_greetings(self) -> None:
-        """Waits until the router can use every engine. Raises StartupError if that takes too long."""
+        """Waits until the router hears every engine and every door. Raises StartupError if that takes too long."""
         until = time.monotonic() + GREETING_TIMEOUT_S
         while missing := self._unheard():
             if time.monotonic() > until:
@@ -213,8 +237,10 @@ class Deployment:
 
     def _unheard(self) -> list[str]:
         heard = {load.address for load in self.loads()}
+        connected = self._ask_router("doors") or []
         return [
-            engine.replica_id for engine in self._engines if engine.actor is None or engine.actor.address not in heard
+            *(door.replica_id for door in self._doors if door.replica_id not in connected),
+            *(e.replica_id for e in self._engines if e.actor is None or e.actor.address not in heard),
         ]
 
     def _launch(self, place: ReplicaProcess) -> None:
@@ -222,14 +248,11 @@ class Deployment:
         address, mailbox = Address(place.replica_id, self._next_epoch()), Mailbox(self._namespace)
         from cluster import launch  # has been imported while Ray started
 
+        ports, vocab_size = self.ports, self._vocab_size
         if place.role == "router":
-            kind, arguments = launch.router(
-                config,
-                address,
-                mailbox,
-                ports=self.ports,
-                vocab_size=self._vocab_size,
-            )
+            kind, arguments = launch.router(config, address, mailbox, self.prefix, ports=ports, vocab_size=vocab_size)
+        elif place.role == "door":
+            kind, arguments = launch.door(config, address, self.prefix, ports=ports, vocab_size=vocab_size)
         else:
             assert place.bundle is not None, "every engine has one"
             cpus = self._cpus[place.bundle]
@@ -242,13 +265,17 @@ class Deployment:
         """Notes that a process has started. `answer` is what its `start` returned: the ports if it is a router."""
         place.state, place.since = "up", now
         place.ask("failure", now)
-        if place.role != "router":
+        if place.role == "router":
+            self.ports = answer
+            for engine in self._engines:
+                if engine.state == "up":
+                    self._ask_router("replica_started", engine.live.address)
+        elif place.role != "door":
             self._ask_router("replica_started", place.live.address)
-            return
-        self.ports = answer
-        for engine in self._engines:
-            if engine.state == "up":
-                self._ask_router("replica_started", engine.live.address)
+        if self._router.state == "up":
+            for door in self._doors:
+                if door.state == "up" and place in (door, self._router):
+                    door.live.start("core_up", self._router.live.address)
 
     def _watch(self, place: ReplicaProcess, now: float) -> None:
         if place.state == "down":
@@ -276,11 +303,11 @@ class Deployment:
                 place.ask("failure", now)
 
     def _replace_dead(self, place: ReplicaProcess, failure: str, now: float) -> None:
-        if place.state == "up" and place.role != "router":
+        if place.state == "up" and place.role in self.config.pools:
             self._ask_router("replica_down", place.live.address)
         elif place.state == "starting" and place.role == "router":
             # Another process may have taken a port that the system had chosen, so the system may choose again.
-            self.ports = self.config.router.ports
+            self.ports = self._asked
         if place.state == "up" and now - place.since > STABLE_S:
             place.num_deaths = 0
         place.live.kill()
@@ -300,11 +327,17 @@ class Deployment:
         except ActorDied:
             return None
 
+    @property
+    def _places(self) -> list[ReplicaProcess]:
+        return [self._router, *self._doors, *self._engines]
+
     def _pool(self, engine: ReplicaProcess) -> PoolConfig:
         return self.config.prefill if engine.role == "prefill" else self.config.decode
 
     def _stall_timeout_s(self, place: ReplicaProcess) -> float:
-        return ROUTER_STALL_TIMEOUT_S if place.role == "router" else self._pool(place).engine.stall_timeout_s
+        if place.role in ("router", "door"):
+            return ROUTER_STALL_TIMEOUT_S
+        return self._pool(place).engine.stall_timeout_s
 
     def _patience_s(self) -> float:
         """Longest wait for an answer of the router. A drain shortens it to the time that is left, but not below 1 s."""

@@ -42,6 +42,11 @@ class Histogram:
         self._counts[bisect_left(self._edges, value)] += times
         self._total += value * times
 
+    def add(self, more: Distribution) -> None:
+        """Counts the values of a distribution, whose edges must be the same."""
+        self._counts = [mine + theirs for mine, theirs in zip(self._counts, more.counts, strict=True)]
+        self._total += more.total
+
     @property
     def now(self) -> Distribution:
         return Distribution(self._edges, tuple(self._counts), self._total)

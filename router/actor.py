@@ -1,4 +1,4 @@
-"""The router as one process: core, front door and its listeners on one event loop.
+"""The router as one process: the core on an event loop, with a front door unless doors have processes of their own.
 
 The class is plain; the composition root makes it a Ray actor. It is asynchronous because it serves its own sockets. Ray
 does not keep the order of calls on such actors, so `protocol.delivery` restores it.
@@ -9,7 +9,6 @@ import logging
 import os
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,14 +21,14 @@ from protocol.log import LogLevel, configure
 from protocol.messages import ROUTER_ID, Address, Envelope, Message
 from router.config import Ports, RouterConfig
 from router.core_loop import CoreLoop, OwnLink
-from router.frontdoor import FrontDoor, Model
-from router.listeners import make_listeners
-from router.listening import Listening
+from router.door_socket import CoreSocket, socket_name
+from router.frontdoor import FrontDoor
+from router.listeners import Listeners
+from router.listening import Listening, failure_of
+from router.make_door import make_door, model_name
 from router.metrics_collector import RouterCollector
 from router.policy import ReplicaView
 from router.router import Router
-from router.tokenizer import load_tokenizer
-from router.tracing import SpanTracing, export_to
 
 SWITCH_INTERVAL_S = 0.0005
 """How long a thread that tokenises may keep the interpreter from the event loop. Python's default is 5 ms, which every
@@ -42,7 +41,9 @@ log = logging.getLogger(__name__)
 
 
 class RouterActor:
-    """If `model_dir` is None, prompts and answers are numbers instead of text. `send` must not block."""
+    """If `model_dir` is None, prompts and answers are numbers instead of text. `send` must not block.
+    `socket_prefix` begins the name of the socket where doors of other processes reach the core.
+    """
 
     def __init__(
         self,
@@ -51,6 +52,7 @@ class RouterActor:
         config: RouterConfig,
         model_dir: Path | None,
         vocab_size: int,
+        socket_prefix: str,
         send: Callable[[Envelope], None],
     ) -> None:
         start_times.note_imports()
@@ -63,28 +65,29 @@ class RouterActor:
         self._loop = CoreLoop(self._core, config, send=self._post, clock=time.monotonic)
         self._model_dir, self._vocab_size = model_dir, vocab_size
         self._inbox: asyncio.Queue[Envelope] = asyncio.Queue()
-        self._tracing: SpanTracing | None = None
-        self._serving: asyncio.Future[tuple[None, None]] | None = None
+        self._socket = CoreSocket(self._loop, socket_name(socket_prefix, address))
+        self._door: FrontDoor | None = None
+        self._serving: asyncio.Future[tuple[None, None, None]] | None = None
 
     async def start(self) -> Ports:
-        """Loads the tokenizer and starts to listen. Raises StartupError, whatever happened."""
+        """Starts to listen, and loads the tokenizer if it is a door. Raises StartupError, whatever happened."""
         with startup_errors(ROUTER_ID):
             return await self._start()
 
     async def _start(self) -> Ports:
-        with start_times.phase("tokenizer"):
-            tokenizer = load_tokenizer(self._model_dir, self._vocab_size)
-        self._tracing = export_to(self._config.otlp_endpoint) if self._config.otlp_endpoint else None
-        model = Model(self._model_dir.name if self._model_dir else "arithmetic", self._vocab_size)
-        self._door = FrontDoor(
-            OwnLink(self._loop), tokenizer, self._config, model, clock=time.monotonic, tracing=self._tracing
-        )
+        config, parts, totals = self._config, Listeners(self._config), self._loop.doors.totals
+        collector = RouterCollector(self._core, totals, model_name(self._model_dir))
+        listeners = parts.of_core(collector)
+        if not config.doors:
+            self._door = make_door(OwnLink(self._loop), config, self._model_dir, self._vocab_size, totals)
+            listeners |= parts.of_door(self._door, collector)
+        self._listening = Listening(list(listeners.values()), config.tick_interval_s, self._loop)
         with start_times.phase("ports"):
-            listeners = make_listeners(self._door, self._config, RouterCollector(self._core, self._door))
-            self._listening = Listening(self._door, list(listeners.values()), self._config.tick_interval_s)
+            if config.doors:
+                await self._socket.start()
             opened = await self._listening.start()
-        ports = self._config.ports._replace(**dict(zip(listeners, opened, strict=True)))
-        self._serving = asyncio.gather(self._listening.wait(), self._receive())
+        ports = config.ports._replace(**dict(zip(listeners, opened, strict=True)))
+        self._serving = asyncio.gather(self._listening.wait(), self._receive(), self._socket.run())
         log.info("started", extra={"pid": os.getpid(), **ports._asdict()})
         return ports
 
@@ -109,10 +112,7 @@ class RouterActor:
 
     async def failure(self) -> str:
         """Returns why the router can no longer work, or "" while it can."""
-        if self._serving is None or not self._serving.done():
-            return ""
-        error = self._serving.exception()
-        return "".join(traceback.format_exception(error)) if error else "its server has stopped"
+        return failure_of(self._serving)
 
     async def take_lost(self) -> list[Address]:
         """Returns the engines to be ended because their messages have a lasting gap. Each is named once."""
@@ -123,6 +123,10 @@ class RouterActor:
 
     async def ready(self) -> bool:
         return self._core.ready
+
+    async def doors(self) -> list[str]:
+        """Returns the names of the doors in other processes that are connected."""
+        return self._socket.doors
 
     async def loads(self) -> list[ReplicaView]:
         """Returns what is known of every engine, its last status included."""
@@ -147,8 +151,9 @@ class RouterActor:
             await self._listening.stop(STOP_GRACE_S)
             self._serving.cancel()
             await asyncio.gather(self._serving, return_exceptions=True)
-            if self._tracing is not None:
-                await asyncio.to_thread(self._tracing.close)
+            await self._socket.stop()
+            if self._door is not None:
+                await self._door.close()
 
     async def _receive(self) -> None:
         """Hands messages on in order. Anything it raises is a bug in the core, which `failure` then reports. An error

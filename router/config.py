@@ -72,8 +72,10 @@ class RouterConfig:
     """How many tokens of one answer may wait for a slow client. If more wait, the request is cancelled."""
     write_timeout_s: float = 30.0
     """A client that takes nothing for longer loses its stream."""
+    doors: int = 0
+    """How many processes tokenise, detokenise and stream. They share the ports. 0: the router's process does it."""
     tokenizer_threads: int = 2
-    """How many threads tokenise beside the event loop."""
+    """How many threads of each door tokenise beside its event loop."""
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -95,8 +97,9 @@ class RouterConfig:
                     )
         if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
             raise ConfigError(f"otlp_endpoint: {self.otlp_endpoint!r} is no URL of http or https")
-        if self.min_disaggregated_tokens < 0:
-            raise ConfigError(f"min_disaggregated_tokens: {self.min_disaggregated_tokens} is below 0")
+        for name in ("min_disaggregated_tokens", "doors"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}: {getattr(self, name)} is below 0")
         for name in ("max_message_bytes", "max_queue", "max_attempts", "max_buffered_tokens", "tokenizer_threads"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: {getattr(self, name)} is below 1")

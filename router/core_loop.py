@@ -5,34 +5,16 @@ A door of the same process reaches the core by `OwnLink`: its messages and batch
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
 
 from protocol.clock import Clock
 from protocol.messages import ROUTER_ID, Address, Envelope, Message
 from router.config import RouterConfig
+from router.door_link import DoorEnd
 from router.door_messages import Batch, DoorMessage
 from router.doors import Core, Doors
 
 OWN_DOOR = Address(ROUTER_ID, 0)
 """The door in the core's own process."""
-
-
-class CoreLink(Protocol):
-    """A door's way to the core."""
-
-    def connect(self, receive: Callable[[Batch], None]) -> None:
-        """From now on `receive` gets every batch, in order."""
-        ...
-
-    def send(self, message: DoorMessage) -> None: ...
-
-    async def run(self) -> None:
-        """Keeps the way open until it is cancelled. Anything it raises is a bug, after which nothing can be served."""
-        ...
-
-    def drain(self, deadline_s: float) -> None:
-        """The door takes nothing new. What is open in `deadline_s` seconds ends with an error."""
-        ...
 
 
 class CoreLoop:
@@ -65,6 +47,12 @@ class CoreLoop:
         self._receive[door] = receive
         self.doors.door_up(door)
         self.pump()
+
+    def disconnect(self, door: Address) -> None:
+        """Takes note that a door is gone, with all that its clients wait for."""
+        self.doors.door_down(door)
+        self.pump()
+        del self._receive[door]
 
     def take(self, door: Address, message: DoorMessage) -> None:
         """Takes one message of a door. Messages come in the order in which they were sent."""
@@ -106,14 +94,9 @@ class OwnLink:
     def __init__(self, core: CoreLoop) -> None:
         self._core = core
 
-    def connect(self, receive: Callable[[Batch], None]) -> None:
-        self._core.connect(OWN_DOOR, receive)
+    def connect(self, door: DoorEnd) -> None:
+        door.up()
+        self._core.connect(OWN_DOOR, door.receive)
 
     def send(self, message: DoorMessage) -> None:
         self._core.take(OWN_DOOR, message)
-
-    async def run(self) -> None:
-        await self._core.run()
-
-    def drain(self, deadline_s: float) -> None:
-        self._core.drain(deadline_s)

@@ -5,24 +5,24 @@ concerns. It knows no event loop; `router/doors.py` is the other end.
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from protocol.errors import RequestError
+from protocol.errors import RequestError, RequestFailed
 from protocol.messages import TokenLogprobs
 from router.admission import ClientRequest
 from router.door_messages import (
     Abort,
-    Aborted,
     AskLoads,
     Batch,
     Cancel,
+    Counted,
     DoorMessage,
     Facts,
     Loads,
-    Opened,
     Stop,
     Submit,
     Taken,
 )
-from router.request import Ended
+from router.metrics_totals import DoorCounts
+from router.request import Ended, Usage
 
 
 class Receiver(Protocol):
@@ -37,18 +37,51 @@ class Receiver(Protocol):
         ...
 
 
-class DoorLink:
-    """`send` takes messages to the core. Their order must be kept."""
+class DoorEnd(Protocol):
+    """The door's end of the way to the core."""
 
-    def __init__(self, send: Callable[[DoorMessage], None]) -> None:
+    def up(self) -> None:
+        """The core is there. What the door sends from now on reaches it."""
+        ...
+
+    def receive(self, batch: Batch) -> None:
+        """Handles a batch. Batches come in the order of their numbers."""
+        ...
+
+    def down(self) -> None:
+        """The core is gone, with all that was open or asked."""
+        ...
+
+
+class CoreLink(Protocol):
+    """A door's way to the core."""
+
+    def connect(self, door: DoorEnd) -> None:
+        """From now on `door` hears what happens."""
+        ...
+
+    def send(self, message: DoorMessage) -> None:
+        """Takes a message to the core that is up. The order is kept."""
+        ...
+
+
+class DoorLink:
+    """A `DoorEnd`. Whatever is asked while no core is up is refused at once."""
+
+    def __init__(self, link: CoreLink) -> None:
         self.facts = Facts(ready=False, max_model_len=0)
-        self._send = send
+        self._link = link
+        self._up = False
         self._num_numbered, self._num_asked = 0, 0
         self._opening: dict[int, tuple[int, Callable[[RequestError | None], None]]] = {}
         """By the number of a call's first answer: how many answers it has, and who waits for its `Opened`."""
         self._receivers: dict[int, Receiver] = {}
         """By number, who waits for an answer that is open, or may be."""
-        self._asking: dict[int, Callable[[Aborted | Loads], None]] = {}
+        self._aborting: dict[int, Callable[[bool | RequestError], None]] = {}
+        self._asking: dict[int, Callable[[Loads | RequestError], None]] = {}
+        link.connect(self)
+
+    # ---- what the door asks
 
     def submit(
         self,
@@ -62,53 +95,83 @@ class DoorLink:
         """
         first = self._num_numbered
         self._num_numbered += len(requests)
+        if not self._up:
+            opened(_gone())
+            return first
         self._opening[first] = len(requests), opened
         self._receivers.update(enumerate(receivers, first))
-        self._send(Submit(first, name, tuple(requests)))
+        self._link.send(Submit(first, name, tuple(requests)))
         return first
 
     def cancel(self, numbers: Sequence[int]) -> None:
         """Ends answers that nobody waits for. Their receivers still get their ends."""
-        if numbers:
-            self._send(Cancel(tuple(numbers)))
+        if numbers and self._up:
+            self._link.send(Cancel(tuple(numbers)))
 
     def stop(self, number: int) -> None:
         """Ends an answer at its stop string. Its receiver still gets its end."""
-        self._send(Stop(number))
+        if self._up:
+            self._link.send(Stop(number))
 
-    def abort(self, name: str, told: Callable[[bool], None]) -> None:
+    def abort(self, name: str, told: Callable[[bool | RequestError], None]) -> None:
         """Ends a call of any door. `told` gets whether it was open."""
+        if not self._up:
+            told(_gone())
+            return
+        ask = self._next_ask()
+        self._aborting[ask] = told
+        self._link.send(Abort(ask, name))
 
-        def found(reply: Aborted | Loads) -> None:
-            assert isinstance(reply, Aborted)
-            told(reply.found)
+    def loads(self, told: Callable[[Loads | RequestError], None]) -> None:
+        if not self._up:
+            told(_gone())
+            return
+        ask = self._next_ask()
+        self._asking[ask] = told
+        self._link.send(AskLoads(ask))
 
-        self._send(Abort(self._ask(found), name))
+    def counted(self, counts: DoorCounts) -> bool:
+        """Tells what the door has counted. Returns False if nobody is there to hear it."""
+        if self._up:
+            self._link.send(Counted(counts))
+        return self._up
 
-    def loads(self, told: Callable[[Loads], None]) -> None:
-        def got(reply: Aborted | Loads) -> None:
-            assert isinstance(reply, Loads)
-            told(reply)
+    # ---- what the core says
 
-        self._send(AskLoads(self._ask(got)))
+    def up(self) -> None:
+        self._up = True
 
     def receive(self, batch: Batch) -> None:
-        """Handles a batch. Batches come in the order of their numbers."""
         if batch.facts is not None:
             self.facts = batch.facts
-        for reply in batch.replies:
-            if isinstance(reply, Opened):
-                self._opened(*reply)
-            else:
-                self._asking.pop(reply.ask)(reply)
+        for first, refusal in batch.opened:
+            self._opened(first, refusal)
+        for ask, found in batch.aborted:
+            self._aborting.pop(ask)(found)
+        for loads in batch.loads:
+            self._asking.pop(loads.ask)(loads)
         overflown = []
         for number, token_ids in batch.tokens.items():
             if self._receivers[number].push(token_ids, batch.logprobs.get(number, ())):
                 overflown.append(number)
         for number, ended in batch.ended:
             self._receivers.pop(number).end(ended)
-        self._send(Taken(batch.seq))
+        self._link.send(Taken(batch.seq))
         self.cancel([number for number in overflown if number in self._receivers])
+
+    def down(self) -> None:
+        self._up = False
+        self.facts = self.facts._replace(ready=False)
+        for first in list(self._opening):
+            self._opened(first, _gone())
+        receivers, aborting, asking = self._receivers, self._aborting, self._asking
+        self._receivers, self._aborting, self._asking = {}, {}, {}
+        for receiver in receivers.values():
+            receiver.end(Ended("", None, _gone(), Usage(0, 0, 0), {}, 0, "colocated"))
+        for told in aborting.values():
+            told(_gone())
+        for told_loads in asking.values():
+            told_loads(_gone())
 
     def _opened(self, first: int, refusal: RequestError | None) -> None:
         num_answers, opened = self._opening.pop(first)
@@ -117,8 +180,10 @@ class DoorLink:
                 del self._receivers[number]
         opened(refusal)
 
-    def _ask(self, told: Callable[[Aborted | Loads], None]) -> int:
-        ask = self._num_asked
+    def _next_ask(self) -> int:
         self._num_asked += 1
-        self._asking[ask] = told
-        return ask
+        return self._num_asked
+
+
+def _gone() -> RequestFailed:
+    return RequestFailed("the router is down")

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from protocol.errors import RequestError
 from protocol.messages import TokenLogprobs
 from router.admission import ClientRequest
+from router.metrics_totals import DoorCounts
 from router.policy import ReplicaView
 from router.request import Ended
 
@@ -64,7 +65,14 @@ class Taken:
     seq: int
 
 
-DoorMessage = Submit | Cancel | Stop | Abort | AskLoads | Taken
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What the door has counted since it last said so."""
+
+    counts: DoorCounts
+
+
+DoorMessage = Submit | Cancel | Stop | Abort | AskLoads | Taken | Counted
 
 # ---- core -> door
 
@@ -92,9 +100,6 @@ class Loads(NamedTuple):
     replicas: tuple[tuple[ReplicaView, float], ...]
 
 
-Reply = Opened | Aborted | Loads
-
-
 class Facts(NamedTuple):
     """What a door must know of the core before it asks."""
 
@@ -111,7 +116,9 @@ class Batch:
     """
 
     seq: int
-    replies: tuple[Reply, ...]
+    opened: tuple[Opened, ...]
+    aborted: tuple[Aborted, ...]
+    loads: tuple[Loads, ...]
     tokens: dict[int, list[int]]
     """New token ids by answer number, without gap or repeat. Nobody changes the lists."""
     logprobs: dict[int, list[TokenLogprobs]]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from protocol.clock import Clock
-from protocol.errors import InvalidRequest, RequestError
+from protocol.errors import InvalidRequest, RequestError, RequestFailed
 from protocol.log import label
 from protocol.messages import Address, Envelope, Message, TokenLogprobs
 from router.admission import ClientRequest
@@ -28,15 +28,16 @@ from router.door_messages import (
     AskLoads,
     Batch,
     Cancel,
+    Counted,
     DoorMessage,
     Facts,
     Loads,
     Opened,
-    Reply,
     Stop,
     Submit,
     Taken,
 )
+from router.metrics_totals import DoorTotals
 from router.policy import ReplicaView
 from router.request import Delivered, Ended
 
@@ -97,7 +98,9 @@ class _Door:
     next_seq: int = 0
     on_the_way: deque[tuple[int, int]] = field(default_factory=deque)
     """Number and tokens of each batch that it has not handled."""
-    replies: list[Reply] = field(default_factory=list)
+    opened: list[Opened] = field(default_factory=list)
+    aborted: list[Aborted] = field(default_factory=list)
+    loads: list[Loads] = field(default_factory=list)
     tokens: dict[int, list[int]] = field(default_factory=dict)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     ended: list[tuple[int, Ended]] = field(default_factory=list)
@@ -122,12 +125,23 @@ class _Door:
 
     def next_batch(self) -> Batch | None:
         """Takes what waits. Returns None if nothing does, or if the door is busy."""
-        if len(self.on_the_way) == MAX_BATCHES or not (self.replies or self.tokens or self.ended or self.facts):
+        waits = self.tokens or self.ended or self.opened or self.aborted or self.loads or self.facts
+        if len(self.on_the_way) == MAX_BATCHES or not waits:
             return None
-        batch = Batch(self.next_seq, tuple(self.replies), self.tokens, self.logprobs, tuple(self.ended), self.facts)
+        batch = Batch(
+            self.next_seq,
+            tuple(self.opened),
+            tuple(self.aborted),
+            tuple(self.loads),
+            self.tokens,
+            self.logprobs,
+            tuple(self.ended),
+            self.facts,
+        )
         self.on_the_way.append((self.next_seq, self.num_new_tokens))
         self.next_seq += 1
-        self.replies, self.tokens, self.logprobs, self.ended = [], {}, {}, []
+        self.opened, self.aborted, self.loads = [], [], []
+        self.tokens, self.logprobs, self.ended = {}, {}, []
         self.facts, self.num_new_tokens = None, 0
         return batch
 
@@ -141,6 +155,8 @@ class Doors:
 
     def __init__(self, core: Core, config: RouterConfig, clock: Clock) -> None:
         self.outbox: list[tuple[Address, Batch]] = []
+        self.totals = DoorTotals()
+        """What all doors have told their clients. A door of the same process counts into it directly."""
         self._core, self._clock = core, clock
         self._max_tokens = FULL_BUFFERS * config.max_buffered_tokens
         self._doors: dict[Address, _Door] = {}
@@ -164,6 +180,7 @@ class Doors:
         log.info("door down", extra={"peer": label(address), "num_open": len(door.open)})
         for request_id in door.open.values():
             self._core.cancel(request_id)
+            self.totals.failed(RequestFailed("the door is gone"))
         self._core.release(address)
 
     def take(self, sender: Address, message: DoorMessage) -> None:
@@ -187,9 +204,11 @@ class Doors:
                 call = self._calls.get(name)
                 for request_id in sorted(call.open) if call else ():
                     self._core.cancel(request_id)
-                door.replies.append(Aborted(ask, call is not None))
+                door.aborted.append(Aborted(ask, call is not None))
             case AskLoads(ask):
-                door.replies.append(self._loads(ask))
+                door.loads.append(self._loads(ask))
+            case Counted(counts):
+                self.totals.add(counts)
 
     def tick(self) -> None:
         """Tells every door what has changed since the last tick."""
@@ -227,9 +246,9 @@ class Doors:
                 raise InvalidRequest("request_id", message.name, "a request of that name is still open")
             self._core.submit(*requests, door=door.address)
         except RequestError as refusal:
-            door.replies.append(Opened(first, refusal))
+            door.opened.append(Opened(first, refusal))
             return
-        door.replies.append(Opened(first, None))
+        door.opened.append(Opened(first, None))
         call = self._calls[message.name] = _Call(message.name, {request.request_id for request in requests})
         for number, request in enumerate(requests, first):
             door.open[number] = request.request_id

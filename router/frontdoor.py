@@ -27,8 +27,7 @@ from router.admission import Account
 from router.call import Answer, Call, Piece
 from router.call_request import CallRequest, Prompt
 from router.config import RouterConfig
-from router.core_loop import CoreLink
-from router.door_link import DoorLink
+from router.door_link import CoreLink, DoorLink
 from router.door_messages import Facts, Loads
 from router.metrics_totals import DoorTotals, end_of
 from router.parse import Parsed, num_asked, parse_generate, parse_tokenize
@@ -61,18 +60,18 @@ class FrontDoor:
         model: Model,
         *,
         clock: Clock,
+        totals: DoorTotals,
         tracing: Tracing | None = None,
     ) -> None:
         self.tokenizer, self.model = tokenizer, model
         self._config, self._clock = config, clock
         self._started_at = clock()
         self._tracing = tracing or Untraced()
-        self.totals = DoorTotals()
+        self.totals = totals
         self._calls: dict[str, Call] = {}
         self._threads = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
         self._num_in_threads = 0
-        self._way, self._link = link, DoorLink(link.send)
-        link.connect(self._link.receive)
+        self._link = DoorLink(link)
 
     @property
     def facts(self) -> Facts:
@@ -89,21 +88,23 @@ class FrontDoor:
         return self._clock() - self._started_at
 
     async def loads(self) -> Loads:
-        told: asyncio.Future[Loads] = asyncio.get_running_loop().create_future()
+        """Raises RequestFailed while no core is up, like `abort`."""
+        told: asyncio.Future[Loads | RequestError] = asyncio.get_running_loop().create_future()
         self._link.loads(partial(_tell, told))
-        return await told
+        if isinstance(loads := await told, RequestError):
+            raise loads
+        return loads
 
-    async def run(self) -> None:
-        """Keeps the way to the core until it is cancelled. Anything it raises is a bug."""
-        await self._way.run()
+    def report(self) -> None:
+        """Tells the core what was counted since the last report. A door of the core's process has nothing to tell."""
+        counts = self.totals.counts()
+        if counts is not None and self._link.counted(counts):
+            self.totals = DoorTotals()
 
-    def drain(self, deadline_s: float) -> None:
-        """Accepts nothing new. What is still open in `deadline_s` seconds ends with an error."""
-        self._way.drain(deadline_s)
-
-    def close(self) -> None:
-        """Ends the tokenisation threads. Nothing may be open any more."""
+    async def close(self) -> None:
+        """Ends the tokenisation threads and exports the last spans. Nothing may be open any more."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self._tracing.close)
 
     async def tokenize(self, read: Callable[[], Prompt]) -> Int32:
         """Returns token ids, int32 [num_tokens]. `read` is called in a thread. Both may raise RequestError."""
@@ -115,9 +116,11 @@ class FrontDoor:
         if call is not None:
             self._link.cancel(call.open)
             return True
-        told: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        told: asyncio.Future[bool | RequestError] = asyncio.get_running_loop().create_future()
         self._link.abort(request_id, partial(_tell, told))
-        return await told
+        if isinstance(found := await told, RequestError):
+            raise found
+        return found
 
     async def generate(
         self,

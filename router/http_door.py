@@ -63,12 +63,16 @@ class _Form(NamedTuple):
 
 
 class HttpDoor:
-    """What the door does, as an ASGI application for `HttpServer`. `collector`: what GET /metrics shows."""
+    """What the door does, as an ASGI application for `HttpServer`. `collector`: what GET /metrics shows; without one
+    there is no such path.
+    """
 
-    def __init__(self, door: FrontDoor, config: RouterConfig, collector: Collector) -> None:
+    def __init__(self, door: FrontDoor, config: RouterConfig, collector: Collector | None) -> None:
         self._door, self._config = door, config
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(collector)
+        self._registry: CollectorRegistry | None = None
+        if collector is not None:
+            self._registry = CollectorRegistry(auto_describe=False)
+            self._registry.register(collector)
         self._created = int(time.time())
 
     def app(self) -> Starlette:
@@ -84,8 +88,9 @@ class HttpDoor:
             "/health": self._health,
             "/ready": self._ready,
             "/version": self._version,
-            "/metrics": self._metrics,
         }
+        if self._registry is not None:
+            gets["/metrics"] = self._metrics
         limit = self._config.max_message_bytes
         return Starlette(
             routes=[
@@ -197,6 +202,7 @@ class HttpDoor:
         return JSONResponse({"version": version()})
 
     async def _metrics(self, request: Request) -> Response:
+        assert self._registry is not None
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
 
 

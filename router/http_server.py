@@ -20,7 +20,7 @@ HEADERS_TIMEOUT_S = 10
 
 class HttpServer:
     """A `Listener`. `knob` begins the names of its host and port in RouterConfig. A client that takes nothing for
-    `write_timeout_s` is cut off by the kernel.
+    `write_timeout_s` is cut off by the kernel. `share_port`: the other doors of this machine listen on it, too.
     """
 
     def __init__(
@@ -32,7 +32,9 @@ class HttpServer:
         *,
         write_timeout_s: float,
         certificates: Certificates | None = None,
+        share_port: bool = False,
     ) -> None:
+        self._share_port = share_port
         self._knob, self._host, self._port, self._write_timeout_s = knob, host, port, write_timeout_s
         config = uvicorn.Config(
             app, http="httptools", ws="none", lifespan="off", log_config=None, timeout_keep_alive=HEADERS_TIMEOUT_S
@@ -46,7 +48,9 @@ class HttpServer:
     async def start(self) -> int:
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         try:
-            listening = socket.create_server((self._host, self._port), family=family, backlog=BACKLOG)
+            listening = socket.create_server(
+                (self._host, self._port), family=family, backlog=BACKLOG, reuse_port=self._share_port
+            )
         except OSError as error:
             shown = f"[{self._host}]" if ":" in self._host else self._host
             raise CapacityError(

@@ -16,23 +16,41 @@ from router.metrics_server import metrics_server
 from router.tls import Certificates
 
 
-def make_listeners(door: FrontDoor, config: RouterConfig, collector: Collector) -> dict[str, Listener]:
-    """By the names of `Ports`. Raises ConfigError if certificates or tokens cannot be used."""
-    certificates, accounts = None, None
-    if config.tls_cert_file is not None and config.tls_key_file is not None:
-        certificates = Certificates(config.tls_cert_file, config.tls_key_file, config.tls_client_ca_file)
-    if config.tokens_file is not None:
-        accounts = Accounts(Path(config.tokens_file))
-    listeners: dict[str, Listener] = {"grpc_port": GrpcDoor(door, config, certificates=certificates, accounts=accounts)}
-    if config.http_port is not None:
-        app = HttpDoor(door, config, collector).app()
-        listeners["http_port"] = HttpServer(
-            Guard(app, accounts, OPEN_PATHS) if accounts is not None else app,
-            "http",
-            config.http_host,
-            config.http_port,
-            write_timeout_s=config.write_timeout_s,
-            certificates=certificates,
-        )
-    listeners["metrics_port"] = metrics_server(collector, config, certificates=certificates, accounts=accounts)
-    return listeners
+class Listeners:
+    """Raises ConfigError if certificates or tokens cannot be used."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
+        self._certificates: Certificates | None = None
+        self._accounts: Accounts | None = None
+        if config.tls_cert_file is not None and config.tls_key_file is not None:
+            self._certificates = Certificates(config.tls_cert_file, config.tls_key_file, config.tls_client_ca_file)
+        if config.tokens_file is not None:
+            self._accounts = Accounts(Path(config.tokens_file))
+
+    def of_door(self, door: FrontDoor, collector: Collector | None) -> dict[str, Listener]:
+        """By the names of `Ports`. `collector`: what HTTP shows of the metrics, if it shows them."""
+        config, certificates, accounts = self._config, self._certificates, self._accounts
+        listeners: dict[str, Listener] = {
+            "grpc_port": GrpcDoor(door, config, certificates=certificates, accounts=accounts)
+        }
+        if config.http_port is not None:
+            app = HttpDoor(door, config, collector).app()
+            listeners["http_port"] = HttpServer(
+                Guard(app, accounts, OPEN_PATHS) if accounts is not None else app,
+                "http",
+                config.http_host,
+                config.http_port,
+                write_timeout_s=config.write_timeout_s,
+                certificates=certificates,
+                share_port=config.doors > 0,
+            )
+        return listeners
+
+    def of_core(self, collector: Collector) -> dict[str, Listener]:
+        """By the names of `Ports`."""
+        return {
+            "metrics_port": metrics_server(
+                collector, self._config, certificates=self._certificates, accounts=self._accounts
+            )
+        }

@@ -1,11 +1,12 @@
-"""A front door and the listeners in front of it, from the first connection to the last answer."""
+"""The ports of one process, and the core if it lives there, from the first connection to the last answer."""
 
 import asyncio
+import traceback
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from protocol.errors import CapacityError
-from router.frontdoor import FrontDoor
+from router.core_loop import CoreLoop
 
 FLUSH_TICKS = 10
 """How many ticks the core's last errors get to reach their clients before the listeners close."""
@@ -28,10 +29,12 @@ class Listener(Protocol):
 
 
 class Listening:
-    """All methods belong to one event loop. `stop` may be called once `start` has returned."""
+    """All methods belong to one event loop. `stop` may be called once `start` has returned. `core`: None if it lives in
+    another process.
+    """
 
-    def __init__(self, door: FrontDoor, listeners: Sequence[Listener], tick_interval_s: float) -> None:
-        self._door, self._listeners, self._tick_interval_s = door, listeners, tick_interval_s
+    def __init__(self, listeners: Sequence[Listener], tick_interval_s: float, core: CoreLoop | None = None) -> None:
+        self._listeners, self._tick_interval_s, self._core = listeners, tick_interval_s, core
         self._running: asyncio.Future[list[None]] | None = None
 
     async def start(self) -> list[int]:
@@ -43,7 +46,8 @@ class Listening:
         except CapacityError:
             await asyncio.gather(*(listener.stop(0.0) for listener in self._listeners[: len(ports)]))
             raise
-        self._running = asyncio.gather(self._door.run(), *(listener.run() for listener in self._listeners))
+        core = [self._core.run()] if self._core is not None else []
+        self._running = asyncio.gather(*core, *(listener.run() for listener in self._listeners))
         return ports
 
     async def wait(self) -> None:
@@ -56,11 +60,19 @@ class Listening:
                 raise  # not the listeners were cancelled, but who waits for them
 
     async def stop(self, grace_s: float) -> None:
-        """Accepts nothing new, gives open answers `grace_s` seconds to end, and then ends them with an error."""
+        """Accepts nothing new. What is open in `grace_s` seconds ends with an error of the core."""
         assert self._running is not None
-        self._door.drain(grace_s)
+        if self._core is not None:
+            self._core.drain(grace_s)
         until_s = grace_s + FLUSH_TICKS * self._tick_interval_s
         await asyncio.gather(*(listener.stop(until_s) for listener in self._listeners))
         self._running.cancel()
         await asyncio.gather(self._running, return_exceptions=True)
-        self._door.close()
+
+
+def failure_of(serving: "asyncio.Future[Any] | None") -> str:
+    """Returns why a process can no longer serve, or "" while it can, or has not begun."""
+    if serving is None or not serving.done():
+        return ""
+    error = serving.exception()
+    return "".join(traceback.format_exception(error)) if error else "its server has stopped"

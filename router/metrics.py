@@ -53,21 +53,21 @@ METRICS = (
         "counter",
         "Answers asked for and not taken in; a call with n asks for n, one that could not be read for one.",
         ("reason",),
-        lambda scrape: [((reason,), count) for reason, count in scrape.door.totals.refusals.items()],
+        lambda scrape: [((reason,), count) for reason, count in scrape.told.refusals.items()],
     ),
     Metric(
         "requests_ended",
         "counter",
         "Accepted answers that have ended, by the finish reason or the error that their client was told.",
         ("reason",),
-        lambda scrape: [((reason,), count) for reason, count in scrape.door.totals.ends.items()],
+        lambda scrape: [((reason,), count) for reason, count in scrape.told.ends.items()],
     ),
     Metric(
         "requests_by_path",
         "counter",
         "Answers that ended with a finish reason, by where the last attempt really ran.",
         ("path",),
-        lambda scrape: [((path,), count) for path, count in scrape.door.totals.paths.items()],
+        lambda scrape: [((path,), count) for path, count in scrape.told.paths.items()],
     ),
     Metric(
         "request_retries", "counter", "Attempts started because the one before failed.", (), router_counter("retries")
@@ -123,7 +123,7 @@ METRICS = (
         "histogram",
         "Time from the arrival of a call to an answer's first token.",
         (),
-        lambda scrape: [((), scrape.door.totals.first_token.now)],
+        lambda scrape: [((), scrape.told.first_token.now)],
     ),
     Metric(
         "inter_token_latency_seconds",
@@ -137,14 +137,14 @@ METRICS = (
         "histogram",
         "Time from the arrival of a call to the end of an answer, for answers that ended with a finish reason.",
         (),
-        lambda scrape: [((), scrape.door.totals.total.now)],
+        lambda scrape: [((), scrape.told.total.now)],
     ),
     Metric(
         "request_stage_seconds",
         "histogram",
         "The parts of e2e_request_latency_seconds, which add up to it.",
         ("stage",),
-        lambda scrape: [((stage,), histogram.now) for stage, histogram in scrape.door.totals.stages.items()],
+        lambda scrape: [((stage,), histogram.now) for stage, histogram in scrape.told.stages.items()],
     ),
     # Engines.
     Metric(

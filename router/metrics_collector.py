@@ -7,21 +7,21 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from protocol.histogram import Distribution
-from router.frontdoor import FrontDoor
 from router.metrics import METRICS, PREFIX, Metric
 from router.metrics_readers import Sample, Scrape
+from router.metrics_totals import DoorTotals
 from router.router import Router
 
 
 class RouterCollector(Collector):
     """Not thread-safe: `collect` reads the state of the event loop, so it must run there."""
 
-    def __init__(self, core: Router, door: FrontDoor) -> None:
-        self._core, self._door = core, door
+    def __init__(self, core: Router, told: DoorTotals, model_name: str) -> None:
+        self._core, self._told, self._model_name = core, told, model_name
 
     def collect(self) -> list[Family]:
-        scrape = Scrape(self._core, self._door, list(self._core.replicas()), self._core.totals())
-        return [_family(metric, metric.read(scrape), self._door.model.name) for metric in METRICS]
+        scrape = Scrape(self._core, self._told, list(self._core.replicas()), self._core.totals())
+        return [_family(metric, metric.read(scrape), self._model_name) for metric in METRICS]
 
 
 def _family(metric: Metric, samples: Iterable[Sample], model_name: str) -> Family:

@@ -1,11 +1,10 @@
-"""Functions that read the numbers of metrics: from the router, from its front door, and from what engines report."""
+"""Functions that read the numbers of metrics: from the router, from its doors, and from what engines report."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from protocol.histogram import Distribution
-from router.frontdoor import FrontDoor
-from router.metrics_totals import ReplicaTotals
+from router.metrics_totals import DoorTotals, ReplicaTotals
 from router.policy import ReplicaView
 from router.router import Router
 
@@ -14,7 +13,8 @@ class Scrape(NamedTuple):
     """What one scrape reads."""
 
     core: Router
-    door: FrontDoor
+    told: DoorTotals
+    """What all doors have told their clients."""
     replicas: list[ReplicaView]
     totals: dict[str, ReplicaTotals]
     """By replica id, summed over all the replica's lives."""

@@ -1,7 +1,7 @@
 """Plain numbers that the parts of the router keep while they work. router/metrics.py lists them as metrics."""
 
 from dataclasses import dataclass, field
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from protocol.errors import (
     DeadlineExceeded,
@@ -65,8 +65,19 @@ class ReplicaTotals:
         return ReplicaTotals(self.role, self.transport, dict(self.counters), dict(self.distributions))
 
 
+class DoorCounts(NamedTuple):
+    """What a door has counted in some time. The fields are those of `DoorTotals`; words with 0 are left out."""
+
+    refusals: dict[str, int]
+    ends: dict[str, int]
+    paths: dict[str, int]
+    first_token: Distribution
+    total: Distribution
+    stages: dict[str, Distribution]
+
+
 class DoorTotals:
-    """What the front door told its clients: refusals, ends, and times from the arrival of a call in seconds.
+    """What front doors told their clients: refusals, ends, and times from the arrival of a call in seconds.
 
     A request is one answer, as in the router's core: a call that asks for `n` answers counts `n` times.
     """
@@ -75,12 +86,31 @@ class DoorTotals:
         self.refusals = dict.fromkeys((*REFUSALS.values(), "other"), 0)
         self.ends = dict.fromkeys((*get_args(FinishReason), *ENDS.values(), "other"), 0)
         """How accepted requests ended for their clients, by the words of `end_of`."""
-        self.paths = dict.fromkeys(PATHS, 0)
+        self.paths: dict[str, int] = dict.fromkeys(PATHS, 0)
         """Where finished requests ran."""
         self.first_token = Histogram(SECONDS)
         self.total = Histogram(SECONDS)
         """Seconds that finished requests took; `stages` has the parts."""
         self.stages: dict[str, Histogram] = {}
+
+    def counts(self) -> DoorCounts | None:
+        """Returns what was counted, or None if nothing was."""
+        refusals, ends, paths = map(_above_zero, (self.refusals, self.ends, self.paths))
+        first_token = self.first_token.now
+        if not (refusals or ends or any(first_token.counts)):
+            return None
+        stages = {stage: histogram.now for stage, histogram in self.stages.items()}
+        return DoorCounts(refusals, ends, paths, first_token, self.total.now, stages)
+
+    def add(self, counts: DoorCounts) -> None:
+        """Adds what another one has counted."""
+        for mine, theirs in ((self.refusals, counts.refusals), (self.ends, counts.ends), (self.paths, counts.paths)):
+            for word, count in theirs.items():
+                mine[word] += count
+        self.first_token.add(counts.first_token)
+        self.total.add(counts.total)
+        for stage, seconds in counts.stages.items():
+            self.stages.setdefault(stage, Histogram(SECONDS)).add(seconds)
 
     def refused(self, error: RequestError, num_asked: int) -> None:
         self.refusals[REFUSALS.get(type(error), "other")] += num_asked
@@ -97,3 +127,7 @@ class DoorTotals:
             if stage not in self.stages:
                 self.stages[stage] = Histogram(SECONDS)
             self.stages[stage].observe(seconds)
+
+
+def _above_zero(counts: dict[str, int]) -> dict[str, int]:
+    return {word: count for word, count in counts.items() if count}

@@ -70,6 +70,9 @@ class Tracing(Protocol):
     def begin(self, traceparent: str) -> CallTrace:
         """Begins the trace of a call that arrives now. `traceparent`: as the caller sent it, or ""."""
 
+    def close(self) -> None:
+        """Exports the remaining spans. It blocks until the endpoint has taken them, or has not in time."""
+
 
 class Untraced:
     """Passes the caller's context on to the engines and records nothing."""
@@ -89,6 +92,9 @@ class Untraced:
     def end(self, code: str) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
 
 class SpanTracing:
     """Records every call whose caller does not forbid it (flag `sampled` of its traceparent). `wall_ns` returns
@@ -103,7 +109,6 @@ class SpanTracing:
         return _CallSpans(self._tracer, valid_traceparent(traceparent), self._wall_ns)
 
     def close(self) -> None:
-        """Exports the remaining spans. It blocks until the endpoint has taken them, or has not in time."""
         self._provider.shutdown()
 
 

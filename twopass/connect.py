@@ -26,6 +26,7 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.use_local_subchannel_pool", 1),  # clients of one process share no connection: each may meet another door
 )
 _TLS_HINTS = (
     ("WRONG_VERSION_NUMBER", "the server speaks plaintext: use grpc://"),

@@ -39,7 +39,7 @@ def drawn_sum(draw: random.Random) -> Asked:
 
 @contextmanager
 def deployed(tree: dict[str, Any], **knobs: Any) -> Iterator[Running]:
-    router = {"grpc_port": 0, "metrics_port": 0, "status_interval_s": 0.2, "max_attempts": 8}
+    router = {"grpc_port": 0, "metrics_port": 0, "status_interval_s": 0.2, "max_attempts": 8, **tree.get("router", {})}
     events: SimpleQueue[str] = SimpleQueue()
     config = from_tree({**tree, "prefill": POOL | knobs, "decode": POOL | knobs, "router": router})
     with none_left(), Deployment(config, events.put) as deployment:

@@ -27,8 +27,15 @@ class Measured(World):
         super().__init__(**config)
         loop = CoreLoop(self.router, RouterConfig(), send=lambda address, message: None, clock=self.clock)
         self.pump = loop.pump
-        self.door = FrontDoor(OwnLink(loop), NumberTokenizer(100), RouterConfig(), Model("m", 100), clock=self.clock)
-        self.collector = RouterCollector(self.router, self.door)
+        self.door = FrontDoor(
+            OwnLink(loop),
+            NumberTokenizer(100),
+            RouterConfig(),
+            Model("m", 100),
+            clock=self.clock,
+            totals=loop.doors.totals,
+        )
+        self.collector = RouterCollector(self.router, loop.doors.totals, "m")
 
     def samples(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
         registry = CollectorRegistry()

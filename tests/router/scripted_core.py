@@ -134,14 +134,16 @@ async def serving(
         config,
         Model("arithmetic", VOCAB_SIZE),
         clock=time.monotonic,
+        totals=loop.doors.totals,
         tracing=tracing,
     )
-    server = Listening(door, [GrpcDoor(door, config)], config.tick_interval_s)
+    server = Listening([GrpcDoor(door, config)], config.tick_interval_s, loop)
     (port,) = await server.start()
     try:
         yield Serving(loop, door, server, f"127.0.0.1:{port}", sent)
     finally:
         await server.stop(0.0)
+        await door.close()
 
 
 def scenario(test: Callable[[Serving], Awaitable[None]], core: Core | None = None, **knobs: Any) -> None:

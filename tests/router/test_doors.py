@@ -15,15 +15,16 @@ from router.door_messages import (
     AskLoads,
     Batch,
     Cancel,
+    Counted,
     DoorMessage,
     Facts,
-    Loads,
     Opened,
     Stop,
     Submit,
     Taken,
 )
 from router.doors import FULL_BUFFERS, MAX_BATCHES, Doors
+from router.metrics_totals import DoorTotals
 from tests.router.router_world import D, World
 
 A, B = Address("door-0", 7), Address("door-1", 8)
@@ -74,14 +75,13 @@ class Doorway(World):
         """Opens a call with one answer."""
         self.take(door, Submit(first, name, (request(name),)))
         batch = self.batch(door)
-        assert batch.replies == (Opened(first, None),)
+        assert batch.opened == (Opened(first, None),)
         self.take(door, Taken(batch.seq))
 
 
 def refusal(batch: Batch) -> Any:
-    (reply,) = batch.replies
-    assert isinstance(reply, Opened)
-    return reply.refusal
+    (opened,) = batch.opened
+    return opened.refusal
 
 
 def test_each_door_gets_its_own_tokens_and_ends() -> None:
@@ -158,9 +158,9 @@ def test_cancel_stop_and_abort_end_answers() -> None:
     w.take(A, Taken(9))
     w.take(B, Abort(4, "c"))
     assert [number for number, _ in w.batch(A).ended] == [2]
-    assert w.batch(B).replies == (Aborted(4, True),)
+    assert w.batch(B).aborted == (Aborted(4, True),)
     w.take(B, Abort(5, "c"))
-    assert w.batch(B).replies == (Aborted(5, False),)
+    assert w.batch(B).aborted == (Aborted(5, False),)
     assert w.router.num_open == 0
 
 
@@ -170,8 +170,7 @@ def test_loads_are_told_when_asked_without_the_hashes_of_the_caches() -> None:
     next(iter(w.router.replicas())).hashes.add(b"h")
     w.clock.advance_to(2.0)
     w.take(B, AskLoads(3))
-    (loads,) = w.batch(B).replies
-    assert isinstance(loads, Loads)
+    (loads,) = w.batch(B).loads
     ((view, age_s),) = loads.replicas
     assert (loads.ask, loads.num_open, loads.num_queued, age_s) == (3, 1, 0, 2.0)
     assert (view.address, view.in_flight, view.hashes) == (D, 1, set())
@@ -289,3 +288,22 @@ def test_a_refusal_of_the_router_reaches_the_door() -> None:
     w.router.replica_down(D)
     w.take(A, Submit(0, "a", (request("a"),)))
     assert isinstance(refusal(w.batch(A)), RequestFailed)
+
+
+def test_counts_of_all_doors_are_added_and_a_dead_doors_open_calls_have_failed() -> None:
+    w = Doorway()
+    counted = DoorTotals()
+    counted.finished("stop", "colocated", 2.0, {"decode": 1.5, "deliver": 0.5})
+    counted.first_token.observe(0.5)
+    counted.refused(Overloaded("full", retry_after_s=1.0), 3)
+    counts = counted.counts()
+    assert counts is not None and DoorTotals().counts() is None
+    w.call(A, 0, "a")
+    for door in (A, B):
+        w.take(door, Counted(counts))
+    w.doors.door_down(A)
+    totals = w.doors.totals
+    assert {word: count for word, count in totals.ends.items() if count} == {"stop": 2, "failed": 1}
+    assert (totals.refusals["queue_full"], totals.paths["colocated"]) == (6, 2)
+    assert (totals.total.now.total, totals.first_token.now.total) == (4.0, 1.0)
+    assert {stage: seconds.now.total for stage, seconds in totals.stages.items()} == {"decode": 3.0, "deliver": 1.0}

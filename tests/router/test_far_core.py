@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 
-from protocol.errors import InvalidRequest, Overloaded, RequestCancelled
+from protocol.errors import InvalidRequest, Overloaded, RequestCancelled, RequestFailed
 from router.admission import ClientRequest
 from router.call import Piece
 from router.call_request import CallRequest, Prompt, SamplingOptions
 from router.config import RouterConfig
 from router.core_loop import OWN_DOOR, CoreLoop
+from router.door_link import DoorEnd
 from router.door_messages import Batch, DoorMessage, Stop
 from router.frontdoor import FrontDoor, Model
+from router.metrics_totals import DoorTotals
 from router.tokenizer import NumberTokenizer
 from tests.hang import HANG_S
 from tests.router.scripted_core import VOCAB_SIZE, ScriptedCore
@@ -28,17 +30,24 @@ class FarLink:
         self.to_core: list[DoorMessage] = []
         self.to_door: list[Batch] = []
 
-    def connect(self, receive: Callable[[Batch], None]) -> None:
-        self._receive = receive
-        self._core.connect(OWN_DOOR, self.to_door.append)
+    def connect(self, door: DoorEnd) -> None:
+        self.door = door
+        self.up()
         self.arrive()
+
+    def up(self) -> None:
+        self.door.up()
+        self._core.connect(OWN_DOOR, self.to_door.append)
+
+    def down(self) -> None:
+        """The core dies with all that is on the way."""
+        self._core.disconnect(OWN_DOOR)
+        self.to_core.clear()
+        self.to_door.clear()
+        self.door.down()
 
     def send(self, message: DoorMessage) -> None:
         self.to_core.append(message)
-
-    async def run(self) -> None: ...
-
-    def drain(self, deadline_s: float) -> None: ...
 
     def arrive_at_core(self) -> None:
         while self.to_core:
@@ -48,7 +57,7 @@ class FarLink:
         while self.to_core or self.to_door:
             self.arrive_at_core()
             while self.to_door:
-                self._receive(self.to_door.pop(0))
+                self.door.receive(self.to_door.pop(0))
 
 
 class Far:
@@ -58,7 +67,9 @@ class Far:
         self.loop = CoreLoop(core, config, send=lambda address, message: None, clock=time.monotonic)
         self.link = FarLink(self.loop)
         model = Model("arithmetic", VOCAB_SIZE)
-        self.door = FrontDoor(self.link, NumberTokenizer(VOCAB_SIZE), config, model, clock=time.monotonic)
+        self.door = FrontDoor(
+            self.link, NumberTokenizer(VOCAB_SIZE), config, model, clock=time.monotonic, totals=DoorTotals()
+        )
 
     def generate(self, name: str = "mine", **options: Any) -> asyncio.Task[list[Piece]]:
         asked = CallRequest(prompt=Prompt(token_ids=[1]), sampling=SamplingOptions(**options), request_id=name)
@@ -79,7 +90,7 @@ def far(test: Callable[[Far], Awaitable[None]], core: ScriptedCore | None = None
         served = Far(core or ScriptedCore())
         await test(served)
         assert served.door.num_open == 0
-        served.door.close()
+        await served.door.close()
 
     asyncio.run(asyncio.wait_for(main(), HANG_S))
 
@@ -136,7 +147,7 @@ def test_after_a_stop_string_the_core_is_told_once_and_its_end_makes_the_last_pi
         await f.sent(Stop)
         f.core.tokens("mine", 7)
         f.loop.pump()
-        f.link._receive(f.link.to_door.pop(0))
+        f.link.door.receive(f.link.to_door.pop(0))
         for _ in range(5):
             await asyncio.sleep(0)
         assert sum(isinstance(message, Stop) for message in f.link.to_core) == 1
@@ -197,5 +208,45 @@ def test_abort_and_loads_wait_for_the_core() -> None:
         f.link.arrive()
         with pytest.raises(RequestCancelled):
             await reading
+
+    far(test)
+
+
+def test_a_core_that_dies_ends_everything_and_the_next_one_is_served() -> None:
+    async def test(f: Far) -> None:
+        reading, opening = f.generate("mine"), f.generate("late")
+        while len(f.link.to_core) < 2:
+            await asyncio.sleep(0)
+        f.link.to_core.pop()
+        f.link.arrive()
+        f.core.tokens("mine", 5)
+        f.loop.pump()
+        f.link.arrive()
+        asking, aborting = asyncio.create_task(f.door.loads()), asyncio.create_task(f.door.abort("other"))
+        await asyncio.sleep(0)
+        assert f.door.facts.ready
+        f.link.down()
+        for waiting in (reading, opening, asking, aborting, f.generate(), asyncio.create_task(f.door.loads())):
+            with pytest.raises(RequestFailed, match="the router is down"):
+                await waiting
+        assert not f.door.facts.ready
+        f.door.report()
+        assert (counted(f.door.totals.ends), counted(f.door.totals.refusals)) == ({"failed": 1}, {"no_engine": 2})
+        f.link.up()
+        f.link.arrive()
+        reading = f.generate("again")
+        while not f.link.to_core:
+            await asyncio.sleep(0)
+        f.link.arrive()
+        f.core.end("again", "stop")
+        f.loop.pump()
+        f.link.arrive()
+        (piece,) = await reading
+        assert piece.finish_reason == "stop"
+        before = counted(f.loop.doors.totals.ends)  # the dead core counted what it saw of the door's end
+        f.door.report()
+        f.link.arrive()
+        assert set(f.door.totals.ends.values()) == {0}
+        assert counted(f.loop.doors.totals.ends) == {"failed": before["failed"] + 1, "stop": 1}
 
     far(test)

@@ -263,7 +263,7 @@ def test_the_router_process_exports_what_it_served(monkeypatch: pytest.MonkeyPat
 
     async def serve_one(endpoint: str) -> None:
         config = RouterConfig(grpc_port=0, metrics_port=0, otlp_endpoint=endpoint)
-        actor = RouterActor(Address("router", 1), "info", config, None, 100, lambda envelope: None)
+        actor = RouterActor(Address("router", 1), "info", config, None, 100, "", lambda envelope: None)
         async with AsyncClient(f"127.0.0.1:{(await actor.start()).grpc_port}", max_tries=1) as client:
             with pytest.raises(Unavailable):
                 await client.generate_text(prompt_token_ids=[1], traceparent=TRACEPARENT)

@@ -12,7 +12,7 @@ from prometheus_client.registry import CollectorRegistry
 from router.config import RouterConfig
 from router.core_loop import CoreLoop, OwnLink
 from router.frontdoor import FrontDoor, Model
-from router.listeners import make_listeners
+from router.listeners import Listeners
 from router.listening import Listening
 from router.tokenizer import NumberTokenizer, Tokenizer
 from tests.hang import HANG_S
@@ -31,14 +31,17 @@ async def http_serving(core: ScriptedCore, tokenizer: Tokenizer | None = None, *
         config,
         Model(MODEL, VOCAB_SIZE),
         clock=time.monotonic,
+        totals=loop.doors.totals,
     )
-    listeners = make_listeners(door, config, CollectorRegistry())
-    server = Listening(door, list(listeners.values()), config.tick_interval_s)
+    collector, parts = CollectorRegistry(), Listeners(config)
+    listeners = parts.of_door(door, collector) | parts.of_core(collector)
+    server = Listening(list(listeners.values()), config.tick_interval_s, loop)
     ports = dict(zip(listeners, await server.start(), strict=True))
     try:
         yield Serving(loop, door, server, f"http://127.0.0.1:{ports['http_port']}", [], ports)
     finally:
         await server.stop(0.0)
+        await door.close()
 
 
 def http_scenario(

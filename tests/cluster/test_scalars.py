@@ -66,7 +66,9 @@ def test_every_word_of_the_configuration_is_taken_as_it_is_documented(tmp_path: 
 def test_text_stays_text(tmp_path: Path, text: str) -> None:
     assert load(None, ["runner=arithmetic", f"model={text}"]).model == text
     assert load(write(tmp_path / "c.yaml", "model", text), ["runner=arithmetic"]).model == text
-    assert load(None, ["runner=arithmetic", f"router.grpc_host={text}"]).router.grpc_host == text
+    assert (
+        load(None, ["runner=arithmetic", "router.insecure=true", f"router.grpc_host={text}"]).router.grpc_host == text
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,7 +87,7 @@ def test_text_stays_text(tmp_path: Path, text: str) -> None:
 )
 def test_a_command_line_has_no_syntax_for_text_but_quotes(override: str, model: str | None) -> None:
     assert load(None, ["runner=arithmetic", override]).model == model
-    assert load(None, ["runner=arithmetic", "router.grpc_host=::"]).router.grpc_host == "::"
+    assert load(None, ["runner=arithmetic", "router.insecure=true", "router.grpc_host=::"]).router.grpc_host == "::"
 
 
 @pytest.mark.parametrize("word", ["true", "True", "on", "yes", "ON"])

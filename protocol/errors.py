@@ -5,7 +5,6 @@ TwopassError
 │   ├── InvalidRequest            INVALID_ARGUMENT    no    names field, value and limit
 │   ├── NotFound                  NOT_FOUND           no    names field, value and what there is
 │   ├── Unauthenticated           UNAUTHENTICATED     no    no token, or one that nobody knows
-│   ├── PermissionDenied          PERMISSION_DENIED   no    the token is good, but not for this
 │   ├── Overloaded                RESOURCE_EXHAUSTED  yes   names when to retry
 │   ├── Draining                  UNAVAILABLE         yes
 │   ├── DeadlineExceeded          DEADLINE_EXCEEDED   no
@@ -72,12 +71,6 @@ class Unauthenticated(RequestError):
     """Who calls has no token that is known here."""
 
     code = "UNAUTHENTICATED"
-
-
-class PermissionDenied(RequestError):
-    """Who calls is known, and may not do this."""
-
-    code = "PERMISSION_DENIED"
 
 
 class Overloaded(RequestError):

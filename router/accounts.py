@@ -6,7 +6,6 @@ The file is YAML, a list of entries; `twopass token NAME` prints one with its to
       sha256: 9f86d081884c7d65...
       max_in_flight: 16          # answers at once; no limit without it
       tokens_per_minute: 60000   # of prompts and answers together; no limit without it
-      admin: true                # may call the Admin service; false without it
 
 It is read again when it changes. A file that has become unusable changes nothing, and is told to the log.
 """
@@ -39,7 +38,6 @@ class _Entry(BaseModel):
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     max_in_flight: Annotated[int, Field(ge=1)] | None = None
     tokens_per_minute: Annotated[int, Field(ge=1)] | None = None
-    admin: bool = False
 
 
 _ENTRIES = TypeAdapter(list[_Entry])
@@ -98,10 +96,7 @@ class Accounts:
         names = [entry.name for entry in entries]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ConfigError(f"tokens_file: {self._path}: name: {', '.join(sorted(twice))} is there twice")
-        return [
-            (entry.sha256, Account(entry.name, entry.max_in_flight, entry.tokens_per_minute, entry.admin))
-            for entry in entries
-        ]
+        return [(entry.sha256, Account(entry.name, entry.max_in_flight, entry.tokens_per_minute)) for entry in entries]
 
 
 def hashed(token: str) -> str:

@@ -17,7 +17,6 @@ class Account(NamedTuple):
     """Answers at once."""
     tokens_per_minute: int | None = None
     """Of prompts and answers together."""
-    admin: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,6 @@ class Row(NamedTuple):
 ROWS: dict[str, Row] = {
     "INVALID_ARGUMENT": Row(400, "invalid_request_error"),
     "UNAUTHENTICATED": Row(401, "authentication_error"),
-    "PERMISSION_DENIED": Row(403, "permission_error"),
     "NOT_FOUND": Row(404, "invalid_request_error"),
     "RESOURCE_EXHAUSTED": Row(429, "rate_limit_error"),
     "CANCELLED": Row(499, "cancelled"),

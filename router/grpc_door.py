@@ -220,8 +220,8 @@ class GrpcDoor:
 
 
 class _Writer:
-    """A call's handler, which may wait for a client that takes nothing. `_watch` looks at all of them on its own timer:
-    a timer per token would cost a sixth of what a token costs here.
+    """A call's handler, which may wait for a client that takes nothing. `GrpcDoor.run` looks at all of them on its own
+    timer: one per token would cost a sixth of what a token costs here.
     """
 
     __slots__ = ("gave_up", "since", "task")

@@ -14,7 +14,7 @@ from router.tls import Certificates
 
 BACKLOG = 2048
 """Connections that wait to be accepted."""
-HEADERS_TIMEOUT_S = 10
+KEEP_ALIVE_S = 10
 """How long a connection may stay open between two requests."""
 
 
@@ -37,7 +37,7 @@ class HttpServer:
         self._share_port = share_port
         self._knob, self._host, self._port, self._write_timeout_s = knob, host, port, write_timeout_s
         config = uvicorn.Config(
-            app, http="httptools", ws="none", lifespan="off", log_config=None, timeout_keep_alive=HEADERS_TIMEOUT_S
+            app, http="httptools", ws="none", lifespan="off", log_config=None, timeout_keep_alive=KEEP_ALIVE_S
         )
         config.load()
         if certificates is not None:

@@ -11,14 +11,6 @@ from router.http_server import HttpServer
 from router.tls import Certificates
 
 
-def metrics_app(collector: Collector) -> ASGIApp:
-    """Collects on the event loop that changes the numbers."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(collector)
-    app: ASGIApp = make_asgi_app(registry)
-    return app
-
-
 def metrics_server(
     collector: Collector,
     config: RouterConfig,
@@ -26,7 +18,10 @@ def metrics_server(
     certificates: Certificates | None = None,
     accounts: Accounts | None = None,
 ) -> HttpServer:
-    app = metrics_app(collector)
+    """Collects on the event loop that changes the numbers."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(collector)
+    app: ASGIApp = make_asgi_app(registry)
     return HttpServer(
         Guard(app, accounts) if accounts is not None else app,
         "metrics",

@@ -51,14 +51,14 @@ class Quotas:
         if account is not None:
             use = self._use(account)
             use.in_flight += 1
-            use.tokens -= num_prompt_tokens
+            _take(use, account, num_prompt_tokens)
 
     def end(self, account: Account | None, num_answer_tokens: int) -> None:
         if account is None:
             return
         use = self._use(account)
         use.in_flight -= 1
-        use.tokens -= num_answer_tokens
+        _take(use, account, num_answer_tokens)
         if not use.in_flight and (account.tokens_per_minute is None or use.tokens >= account.tokens_per_minute):
             del self._uses[account.name]
 
@@ -68,3 +68,9 @@ class Quotas:
         use.tokens = min(rate, use.tokens + (now - use.at) * rate / MINUTE_S)
         use.at = now
         return use
+
+
+def _take(use: _Use, account: Account, num_tokens: int) -> None:
+    """An account without a rate owes nothing, should it get one later."""
+    if account.tokens_per_minute is not None:
+        use.tokens -= num_tokens

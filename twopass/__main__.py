@@ -33,7 +33,7 @@ def reported(command: Callable[P, None]) -> Callable[P, None]:
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             command(*args, **kwargs)
-        except (TwopassError, OSError) as error:
+        except TwopassError as error:
             console.print(f"{type(error).__name__}: {error}", style="bold red")
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
@@ -55,7 +55,9 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Only the likeliest tokens that together have this probability.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
     timeout_s: Annotated[float | None, typer.Option(help="Deadline of the request.")] = None,
-    token_file: Annotated[Path | None, typer.Option(help="Holds the bearer token.")] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, readable=True, help="Holds the bearer token.")
+    ] = None,
     ca: Annotated[Path | None, typer.Option(help="PEM file of the authorities to trust, for grpcs://.")] = None,
 ) -> None:
     """Streams one answer."""

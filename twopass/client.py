@@ -65,11 +65,14 @@ class Servers:
         return Tries(len(self.places), next(self._turns), self._max_tries, timeout_s)
 
     def starter(self, method: str, request: Any, options: GenerateOptions | None = None) -> Callable[[Tries], Any]:
-        """Starts the call where it is tried."""
+        """Starts the call where it is tried, and raises ClientClosed if the client is closed."""
         metadata = call_metadata(self._token, options)
 
         def start(tries: Tries) -> Any:
-            return getattr(self._stubs[tries.place], method)(request, timeout=tries.timeout_s, metadata=metadata)
+            try:
+                return getattr(self._stubs[tries.place], method)(request, timeout=tries.timeout_s, metadata=metadata)
+            except (ValueError, grpc.aio.UsageError) as error:  # what grpc raises on a closed channel
+                raise ClientClosed(str(error)) from error
 
         return start
 
@@ -177,10 +180,7 @@ class Client:
     def _start(self, request: pb.GenerateRequest, options: GenerateOptions) -> Stream:
         servers, tries = self._servers, self._servers.tries(options.get("timeout_s", self._timeout_s))
         start = servers.starter("Generate", request, options)
-        try:
-            return Stream(start(tries), start, tries, servers.places)
-        except ValueError as error:  # grpc raises it on a closed channel
-            raise ClientClosed(str(error)) from error
+        return Stream(start(tries), start, tries, servers.places)
 
     def _call(self, method: str, request: Any) -> Any:
         servers, tries = self._servers, self._servers.tries(self._timeout_s)
@@ -194,8 +194,6 @@ class Client:
                 if wait_s is None:
                     raise to_error(error, place) from error
                 time.sleep(wait_s)
-            except ValueError as error:
-                raise ClientClosed(str(error)) from error
 
 
 class AsyncClient:
@@ -299,10 +297,7 @@ class AsyncClient:
     def _start(self, request: pb.GenerateRequest, options: GenerateOptions) -> AsyncStream:
         servers, tries = self._servers, self._servers.tries(options.get("timeout_s", self._timeout_s))
         start = servers.starter("Generate", request, options)
-        try:
-            return AsyncStream(start(tries), start, tries, servers.places)
-        except grpc.aio.UsageError as error:
-            raise ClientClosed(str(error)) from error
+        return AsyncStream(start(tries), start, tries, servers.places)
 
     async def _call(self, method: str, request: Any) -> Any:
         servers, tries = self._servers, self._servers.tries(self._timeout_s)
@@ -316,5 +311,3 @@ class AsyncClient:
                 if wait_s is None:
                     raise to_error(error, place) from error
                 await asyncio.sleep(wait_s)
-            except grpc.aio.UsageError as error:
-                raise ClientClosed(str(error)) from error

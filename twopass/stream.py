@@ -34,10 +34,11 @@ class Stream(Iterator[Chunk]):
                     raise incomplete() from None
                 raise
             except grpc.RpcError as error:
-                wait_s = self._tries.wait_s(self._call.code().name)
-                if wait_s is None or self._begun or self._closed:
+                wait_s = None if self._begun else self._tries.wait_s(self._call.code().name)
+                if wait_s is not None:
+                    time.sleep(wait_s)
+                if wait_s is None or self._closed:
                     raise to_error(self._call, self._place) from error
-                time.sleep(wait_s)
                 self._place, self._call = self._places[self._tries.place], self._start(self._tries)
                 continue
             self._begun = True
@@ -84,10 +85,11 @@ class AsyncStream(AsyncIterator[Chunk]):
             try:
                 message = await self._call.read()
             except grpc.RpcError as error:
-                wait_s = self._tries.wait_s(error.code().name)
-                if wait_s is None or self._begun or self._closed:
+                wait_s = None if self._begun else self._tries.wait_s(error.code().name)
+                if wait_s is not None:
+                    await asyncio.sleep(wait_s)
+                if wait_s is None or self._closed:
                     raise to_error(error, self._place) from error
-                await asyncio.sleep(wait_s)
                 self._place, self._call = self._places[self._tries.place], self._start(self._tries)
                 continue
             if message is grpc.aio.EOF:

@@ -31,7 +31,9 @@ UNSERVED: dict[str, tuple[object, ...]] = {
     "chat_template_kwargs": ({},),
     "documents": ([],),
     "return_tokens_as_token_ids": (False,),
-    "guided_grammar": (),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"), ()),
     "web_search_options": (),
     "prediction": (),
 }

@@ -66,7 +66,7 @@ def test_a_submit_arrives_as_it_was() -> None:
         deadline_s=1.5,
         cache_salt="salt",
         traceparent="00-1-2-01",
-        account=Account("alice", 3, None, admin=True),
+        account=Account("alice", 3, None),
     )
     submit = decode_message(encode_message(Submit(7, "mine", (request,))))
     assert isinstance(submit, Submit)

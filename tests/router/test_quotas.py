@@ -45,6 +45,16 @@ def test_the_hint_says_when_the_next_request_is_taken() -> None:
     quotas.check(alice, 1)
 
 
+def test_an_account_that_gets_a_rate_owes_nothing_from_before() -> None:
+    time, before, after = Time(), Account("alice"), Account("alice", tokens_per_minute=60)
+    quotas = Quotas(time)
+    quotas.begin(before, 10_000)
+    time.now += 1.0
+    quotas.check(after, 1)
+    time.now += 1.0
+    quotas.check(after, 1)
+
+
 @given(st.lists(st.tuples(st.floats(0, 20), st.integers(1, 50), st.integers(0, 50)), max_size=60))
 def test_the_long_run_keeps_the_rate(requests: list[tuple[float, int, int]]) -> None:
     """No more is taken than the bucket's size, its inflow and what the last request cost beyond it."""

@@ -9,7 +9,7 @@ import pytest
 from tests.hang import HANG_S
 from twopass import Client
 from twopass.connect import Place, Tries, places
-from twopass.errors import InvalidRequest, Unavailable
+from twopass.errors import ClientClosed, InvalidRequest, Unavailable
 from twopass.proto import twopass_pb2 as pb
 
 
@@ -56,6 +56,24 @@ class Counting(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio ships no
         return grpc.unary_stream_rpc_method_handler(
             answer, response_serializer=lambda message: message.SerializeToString()
         )
+
+
+def test_what_is_closed_while_it_waits_is_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    handler = Counting(failures=9, pieces=0)
+    server = grpc.server(futures.ThreadPoolExecutor(2), handlers=[handler])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    client = Client(f"127.0.0.1:{port}", timeout_s=HANG_S)
+    stream = client.generate("x")
+    monkeypatch.setattr("twopass.stream.time.sleep", lambda wait_s: stream.close())
+    with pytest.raises(Unavailable, match="not now"):
+        next(stream)
+    assert handler.calls == 1
+    other = client.generate("x")
+    monkeypatch.setattr("twopass.stream.time.sleep", lambda wait_s: client.close())
+    with pytest.raises(ClientClosed):
+        next(other)
+    server.stop(0).wait()
 
 
 @pytest.mark.parametrize(("pieces", "calls"), [(0, 3), (1, 1)])

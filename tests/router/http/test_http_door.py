@@ -46,6 +46,8 @@ def refusal(path: str, body: Any, **knobs: Any) -> tuple[int, dict[str, Any]]:
         ("/v1/completions", {"prompt": "<1>", "logit_bias": {"x": 1}}, "logit_bias", "token ids are numbers"),
         ("/v1/completions", {"prompt": "<1>", "echo": True, "logprobs": 1}, "logprobs", "none with echo"),
         ("/v1/completions", {"prompt": "<1>", "suffix": "end"}, "suffix", "not served"),
+        ("/v1/completions", {"prompt": "<1>", "guided_json": {}}, "guided_json", "not served"),
+        ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, "response_format", "not served"),
         ("/v1/completions", {"prompt": "<1>", "stream_options": {"include_usage": True}}, "stream_options", "none"),
         ("/v1/chat/completions", {"messages": []}, "messages", "1 to 4096"),
         ("/v1/chat/completions", {"messages": [{"role": "", "content": "x"}]}, "messages[0].role", "not be empty"),
@@ -78,6 +80,7 @@ def test_a_large_body_is_refused_before_it_is_parsed() -> None:
 def test_fields_that_nobody_knows_are_named_to_the_client() -> None:
     async def test(s: Serving, client: httpx.AsyncClient) -> None:
         body = {"prompt": "<1>", "frobnicate": 1, "user": "me", "tools": [], "best_of": None}
+        body["response_format"] = {"type": "text"}
         answer = await client.post("/v1/completions", json=body, headers={"x-request-id": "mine"})
         assert answer.status_code == 200
         assert (answer.headers[IGNORED_HEADER], answer.headers["x-request-id"]) == ("frobnicate", "mine")

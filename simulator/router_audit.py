@@ -79,7 +79,7 @@ class RouterAudit:
             return split and num_tokens <= min((prefill.num_blocks - 1) * prefill.block_size, prefill.max_model_len - 1)
         return colocated or (split and self._prefill_greeted and mode == "auto")
 
-    def ended(self, client: Client, event: Ended) -> None:
+    def ended(self, client: Client, event: Ended, num_delivered: int) -> None:
         """I10: a request's stages add up to its time, and it is billed for the tokens that came. I12: its path is the
         one that it took.
         """
@@ -90,8 +90,8 @@ class RouterAudit:
         self._require(adds_up, f"I10: {name} took {seconds:.6f} s, its stages say {booked:.6f}: {event.stages}")
         num_tokens = event.usage.completion_tokens
         self._require(
-            num_tokens == len(client.received),
-            f"I10: {name} is billed {num_tokens} tokens, {len(client.received)} came",
+            num_tokens == num_delivered,
+            f"I10: {name} is billed {num_tokens} tokens, {num_delivered} came",
         )
         num_cached, num_prompt = event.usage.cached_tokens, len(client.request.prompt_token_ids)
         self._require(

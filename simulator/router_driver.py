@@ -1,15 +1,18 @@
-"""The router of a simulated run, one life after another, and the clients at its door."""
+"""The router of a simulated run, one life after another, and the clients at its own door."""
 
 from collections.abc import Iterable, Iterator
 from functools import partial
 
 from protocol.delivery import Incoming, Outgoing
 from protocol.errors import RequestError, RequestFailed
-from protocol.messages import ROUTER_ID, Address, Envelope
+from protocol.messages import ROUTER_ID, Address, Envelope, Message
 from router.buffer import Buffer
+from router.door_messages import DoorMessage
 from router.request import Delivered, Ended
 from router.router import Router
 from simulator.audit import Audit
+from simulator.core_of_doors import CoreOfDoors, HeardRouter
+from simulator.doors import Connection, SimulatedDoors
 from simulator.event_queue import Action, EventQueue
 from simulator.scenario import Client, Scenario
 from simulator.violation import Violation
@@ -42,12 +45,25 @@ class RouterDriver:
         """Buffers of the clients that will stop reading, by request id."""
         self._kills_left, self._pauses_left = scenario.faults.router_kills, scenario.faults.router_pauses
         self._resumes_at = self._ticks_late_s = 0.0
+        self.doors = SimulatedDoors(queue, scenario, self) if scenario.num_doors else None
+        self.router: Router
+        self._far: CoreOfDoors | None
+        """The core's end of the doors; None without doors in processes of their own."""
         self.start(())
+
+    @property
+    def busy(self) -> bool:
+        """Whether a client, or the core, still waits for the end of a request."""
+        return bool(self.open or (self._far is not None and self._far.open))
 
     def start(self, engines: Iterable[Address]) -> None:
         """Starts a router with an empty table and a new epoch. The supervisor tells it which engines live."""
         address = Address(ROUTER_ID, next(self._epochs))
-        self.router = Router(self._scenario.router, address=address, clock=self._queue.clock, seed=self._scenario.seed)
+        config, clock, seed = self._scenario.router, self._queue.clock, self._scenario.seed
+        self.router, self._far = Router(config, address=address, clock=clock, seed=seed), None
+        if self.doors is not None:
+            self.router = router = HeardRouter(config, address=address, clock=clock, seed=seed)
+            self._far = CoreOfDoors(self._queue, self._scenario, router, self._audit, self.clients)
         self._incoming, self._outgoing = Incoming(address, self._queue.clock), Outgoing(address)
         self.alive, self._resumes_at = True, 0.0
         self._wire.inlets[ROUTER_ID] = self._arrived
@@ -57,6 +73,8 @@ class RouterDriver:
         for engine in engines:
             self.router.replica_started(engine)
         self.flush()
+        if self.doors is not None:
+            self.doors.core_started()
         self._tick(self.router)
 
     def dies(self) -> bool:
@@ -73,6 +91,9 @@ class RouterDriver:
         self._wire.cut_off(self._outgoing)
         if self._audit is not None:
             self._audit.router_dies()
+        if self.doors is not None and self._far is not None:
+            self.doors.core_died(self._far.die())
+            return
         for name in self.open & self._submitted:
             self.clients[name].lost = True
             self.open.discard(name)
@@ -102,6 +123,9 @@ class RouterDriver:
     # ---- clients
 
     def submit(self, client: Client) -> None:
+        if self.doors is not None:
+            self.doors.submit(client, self._buffers.get(client.name))
+            return
         if self._put_off(partial(self.submit, client)):
             return
         name = client.request.request_id
@@ -176,7 +200,7 @@ class RouterDriver:
         client, buffer = self.clients[event.request_id], self._buffers.get(event.request_id)
         if self._audit is not None:
             self.heard.add(event.request_id)
-            self._audit.router.ended(client, event)
+            self._audit.router.ended(client, event, len(client.received))
         client.ended = event if buffer is None else buffer.end(event)
         self.open.discard(event.request_id)
         self._queue.note(f"ended {event.request_id}: {client.ended.finish_reason or client.ended.error}")
@@ -185,26 +209,58 @@ class RouterDriver:
         if not self.open.issuperset(names):
             raise Violation(self._scenario.seed, self._queue.clock.now, f"I13: {event} after the terminal event")
 
+    # ---- doors in processes of their own
+
+    def door_up(self, connection: Connection) -> None:
+        if self._reached(connection) and not self._put_off(partial(self.door_up, connection)):
+            assert self._far is not None
+            self._far.door_up(connection)
+            self.flush()
+
+    def door_says(self, connection: Connection, message: DoorMessage) -> None:
+        if self._reached(connection) and not self._put_off(partial(self.door_says, connection, message)):
+            assert self._far is not None
+            self._far.take(connection, message)
+            self.flush()
+
+    def door_gone(self, connection: Connection) -> None:
+        if self._reached(connection) and not self._put_off(partial(self.door_gone, connection)):
+            assert self._far is not None
+            self._far.door_gone(connection)
+            self.flush()
+            self._far.check_gone(connection)
+
+    def _reached(self, connection: Connection) -> bool:
+        """What is sent to a dead process reaches nobody."""
+        return self.alive and connection.core == self.router.address
+
     # ---- the loop
 
     def flush(self) -> None:
         """Sends messages and events that the router has put out, until there are none: handling one can make others."""
         self.touched = True
         router = self.router
+        if self._far is not None:
+            while self._far.turn(self._send):
+                continue
+            return
         while router.outbox or router.events:
             outbox, events = router.outbox[:], router.events[:]
             router.outbox.clear()
             router.events.clear()
             for receiver, message in outbox:
-                envelope = self._outgoing.envelope(receiver, message)
-                if self._audit is not None:
-                    self._audit.router_says(envelope)
-                self._wire.send(envelope)
+                self._send(receiver, message)
             for event in events:
                 if isinstance(event, Delivered):
                     self._took(event)
                 else:
                     self._ended(event)
+
+    def _send(self, receiver: Address, message: Message) -> None:
+        envelope = self._outgoing.envelope(receiver, message)
+        if self._audit is not None:
+            self._audit.router_says(envelope)
+        self._wire.send(envelope)
 
     def _tick(self, router: Router) -> None:
         if router is not self.router or not self.alive:
@@ -212,6 +268,8 @@ class RouterDriver:
         if self._put_off(partial(self._tick, router), self._ticks_late_s):
             return
         router.tick()
+        if self._far is not None:
+            self._far.doors.tick()
         for lost in self._incoming.lost():
             router.replica_lost(lost)
         self.lost.update(router.lost)

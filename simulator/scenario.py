@@ -60,6 +60,9 @@ class Faults:
     router_kills: int = 0
     router_pauses: int = 0
     """The router does nothing for longer than engines wait for it, and then goes on."""
+    door_kills: int = 0
+    door_pauses: int = 0
+    """A door does nothing for a while, and takes no batch."""
     drains: int = 0
     """Engines are drained, ended and replaced."""
     scale_ups: int = 0
@@ -86,6 +89,8 @@ ALL_FAULTS = Faults(
     kills=2,
     router_kills=1,
     router_pauses=1,
+    door_kills=2,
+    door_pauses=2,
     drains=1,
     scale_ups=1,
     scale_downs=1,
@@ -103,6 +108,8 @@ class Client:
     cancel_after_s: float | None = None
     stops_after: int | None = None
     """How many tokens it takes; None if it takes all of them at once."""
+    delivered: list[int] = field(default_factory=list)
+    """What the core has put out for it; only kept where doors have processes of their own."""
     received: list[int] = field(default_factory=list)
     received_at: list[float] = field(default_factory=list)
     """The virtual time of each received token."""
@@ -112,7 +119,11 @@ class Client:
     ended: Ended | None = None
     refused: RequestError | None = None
     lost: bool = False
-    """True if its router died, so that nobody owes it an answer."""
+    """True if its router or its door died, so that nobody owes it an answer."""
+
+    @property
+    def name(self) -> str:
+        return self.request.request_id
 
     @property
     def closed(self) -> bool:
@@ -128,6 +139,8 @@ class Scenario:
     seed: int
     num_prefill: int
     num_decode: int
+    num_doors: int = 0
+    """Doors in processes of their own. Without any, the router's process is the only door."""
     prefill: EngineConfig
     decode: EngineConfig
     router: RouterConfig
@@ -162,6 +175,7 @@ def drawn(
     *,
     num_prefill: int = 1,
     num_decode: int = 1,
+    num_doors: int = 0,
     num_requests: int = 20,
     faults: Faults = ALL_FAULTS,
     tight: bool | None = None,
@@ -180,6 +194,7 @@ def drawn(
         seed=seed,
         num_prefill=num_prefill,
         num_decode=num_decode,
+        num_doors=num_doors,
         prefill=_draw_prefill(draw, config),
         decode=_draw_decode(draw, config, tight),
         router=RouterConfig(

@@ -25,17 +25,26 @@ from simulator.violation import Violation
 
 POOLS = ((1, 1), (2, 2), (1, 3), (0, 2), (2, 1), (2, 3))
 """Numbers of (prefill, decode) engines of a drawn run."""
+DOORS = (0, 0, 0, 1, 2, 3)
+"""Numbers of doors in processes of their own."""
 PROGRESS_SEEDS = 5_000
 """After how many seeds a long run says how far it is."""
 
 
 def of_seed(seed: int, *, logged: bool = False) -> Simulation:
-    """The run that a seed stands for: 2 to 5 engines, 40 to 50 requests, and for one seed in five no faults."""
+    """The run that a seed stands for: 2 to 5 engines, 40 to 50 requests, for one seed in two up to three doors in
+    processes of their own, and for one in five no faults.
+    """
     draw = random.Random(f"sizes {seed}")
     num_prefill, num_decode = draw.choice(POOLS)
     faults = NO_FAULTS if draw.random() < 0.2 else ALL_FAULTS
     scenario = drawn(
-        seed, num_prefill=num_prefill, num_decode=num_decode, num_requests=draw.randint(40, 50), faults=faults
+        seed,
+        num_prefill=num_prefill,
+        num_decode=num_decode,
+        num_doors=random.Random(f"doors {seed}").choice(DOORS),
+        num_requests=draw.randint(40, 50),
+        faults=faults,
     )
     return Simulation(scenario, logged=logged)
 

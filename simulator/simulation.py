@@ -4,8 +4,9 @@ with faults from a seed.
  1. event_queue.py pops the next event and sets the clock.
  2. router_driver.py, engines.py and supervisor.py do what the real shells do: they hand messages and steps to the state
     machines, and send what these put out.
- 3. wire.py delays, doubles and cuts off messages.
- 4. invariants.py looks at what the event touched; audit.py counts on its own.
+ 3. doors.py does so for doors that have processes of their own. Where there are none, router_driver.py is the door.
+ 4. wire.py delays, doubles and cuts off messages.
+ 5. invariants.py looks at what the event touched; audit.py counts on its own.
 
 Only three parts are models: the wire, the transfer (blocks move one by one; they may fail, change, or arrive after
 their lease died) and the runner (the arithmetic one, whose step takes a drawn time). The same seed gives the same run.
@@ -48,7 +49,7 @@ class Simulation:
     def run(self) -> None:
         """Runs until everything is quiet. Raises Violation if an invariant does not hold."""
         try:
-            while self.driver.open or not self.engines.quiet:
+            while self.driver.busy or not self.engines.quiet:
                 self.step()
             if self._invariants is not None and self._audit is not None:
                 self._invariants.check_end()

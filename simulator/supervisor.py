@@ -39,6 +39,8 @@ class Supervisor:
         if self._driver.dies():
             self._queue.at(self._queue.random.uniform(0.0, TICK_S), self._kill_router)
         self._driver.pauses()
+        if self._driver.doors is not None:
+            self._driver.doors.look()
         for replica in list(self._engines.replicas.values()):
             if replica.address in self._driver.lost or (replica.draining and replica.service.drained):
                 self._end(replica)

@@ -1,5 +1,5 @@
 """Measures what the router adds to a token's latency, from the arrival of an engine's `StepTokens` to the client, with
-64 streams at once.
+64 and with 512 answers at once: as a stream each (Generate), and all on one (GenerateMany).
 
     python -m bench.router_overhead [--json]
 
@@ -31,24 +31,47 @@ from router.router import Router
 from router.tokenizer import NumberTokenizer
 from twopass.proto import twopass_pb2 as pb
 
-NUM_STREAMS = 64
 NUM_STEPS = 200
-STEP_S = 0.02
+STEP_S = {64: 0.02, 512: 0.1}
+"""The time between two steps, by the number of answers: so much that the slowest way has an idle moment in each."""
 NUM_ROUNDS = 3
 ENGINE = Address("decode-0", 2)
 
 CLIENT = """
 import asyncio, json, sys, time
-from twopass import AsyncClient
-port, streams, tokens = map(int, sys.argv[1:4])
-async def one(client, index):
+import grpc
+from twopass.proto import twopass_pb2 as pb
+port, method, answers, tokens = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+def asked(index):
+    sampling = pb.SamplingParams(max_tokens=tokens, ignore_eos=True)
+    return pb.GenerateRequest(token_ids=pb.TokenIds(ids=[index + 1]), sampling=sampling)
+async def one(generate, index):
     times = []
-    async for chunk in client.generate(prompt_token_ids=[index + 1], max_tokens=tokens, ignore_eos=True):
-        times += [(token, time.perf_counter()) for token in chunk.token_ids]
+    async for response in generate(asked(index)):
+        times += [(token, time.perf_counter()) for token in response.token_ids]
     return times
+async def many(generate_many):
+    call = generate_many()
+    for index in range(answers):
+        start = pb.Start(call=index, request=asked(index).SerializeToString(), credit=tokens)
+        await call.write(pb.ManyRequest(start=start))
+    await call.done_writing()
+    times = []
+    async for message in call:
+        now = time.perf_counter()
+        in_full = [token for response in message.responses for token in response.response.token_ids]
+        times += [(token, now) for token in (*message.token_ids, *in_full)]
+    return [times]
 async def main():
-    async with AsyncClient(f"127.0.0.1:{port}") as client:
-        print(json.dumps(await asyncio.gather(*(one(client, index) for index in range(streams)))))
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        if method == "GenerateMany":
+            call = channel.stream_stream("/twopass.v1.Twopass/GenerateMany", pb.ManyRequest.SerializeToString,
+                                         pb.ManyResponse.FromString)
+            print(json.dumps(await many(call)))
+        else:
+            call = channel.unary_stream("/twopass.v1.Twopass/Generate", pb.GenerateRequest.SerializeToString,
+                                        pb.GenerateResponse.FromString)
+            print(json.dumps(await asyncio.gather(*(one(call, index) for index in range(answers)))))
 asyncio.run(main())
 """
 
@@ -63,17 +86,16 @@ class Figures(NamedTuple):
     cpu_us: float
 
 
-async def measure_router() -> Figures:
-    """Measures the whole router."""
+async def measure_router(method: str, num_answers: int) -> Figures:
+    """Measures the whole router, whose client uses `method`."""
     dispatched: dict[int, int] = {}
 
     def send(address: Address, message: Message) -> None:
         if isinstance(message, EngineRequest):
             dispatched[message.request_number] = message.key.attempt
 
-    silent = RouterConfig(replica_timeout_s=600)  # the played engine sends tokens and no status
-    router = Router(silent, address=Address("router", 1), clock=time.perf_counter, seed=1)
-    config = RouterConfig(grpc_port=0, metrics_port=0)
+    config = RouterConfig(grpc_port=0, metrics_port=0, replica_timeout_s=600)  # the played engine reports nothing
+    router = Router(config, address=Address("router", 1), clock=time.perf_counter, seed=1)
     loop = CoreLoop(router, config, send=send, clock=time.perf_counter)
     door = FrontDoor(
         OwnLink(loop),
@@ -90,14 +112,14 @@ async def measure_router() -> Figures:
         role="decode",
         layout_fingerprint=b"",
         block_size=16,
-        num_blocks=9999,
-        max_num_seqs=256,
+        num_blocks=999_999,
+        max_num_seqs=1024,
         max_model_len=2048,
         max_prompt_tokens=2047,
         endpoint=b"",
     )
     loop.deliver(Envelope(ENGINE, router.address, 0, hello))
-    ones = np.ones(NUM_STREAMS, np.int32)
+    ones = np.ones(num_answers, np.int32)
 
     def hand_in(step: int) -> None:
         request_numbers = np.array(sorted(dispatched), np.int64)
@@ -112,13 +134,13 @@ async def measure_router() -> Figures:
         )
         loop.deliver(Envelope(ENGINE, router.address, step + 1, message))
 
-    figures = await _measure(port, lambda: len(dispatched), hand_in)
+    figures = await _measure(port, method, num_answers, lambda: len(dispatched), hand_in)
     await server.stop(0.1)
     await door.close()
     return figures
 
 
-async def measure_bare() -> Figures:
+async def measure_bare(num_answers: int) -> Figures:
     """Measures grpc.aio alone: it writes the same messages, and each stream waits for its turn."""
     turns: list[asyncio.Event] = []
 
@@ -143,27 +165,29 @@ async def measure_bare() -> Figures:
         for turn in turns:
             turn.set()
 
-    figures = await _measure(port, lambda: len(turns), hand_in)
+    figures = await _measure(port, "Generate", num_answers, lambda: len(turns), hand_in)
     await server.stop(0.1)
     return figures
 
 
-async def _measure(port: int, num_open: Callable[[], int], hand_in: Callable[[int], None]) -> Figures:
-    """Starts the client, waits for its streams, then hands in one step after the other."""
-    client = subprocess.Popen(
-        [sys.executable, "-c", CLIENT, str(port), str(NUM_STREAMS), str(NUM_STEPS)], stdout=subprocess.PIPE, text=True
-    )
+async def _measure(
+    port: int, method: str, num_answers: int, num_open: Callable[[], int], hand_in: Callable[[int], None]
+) -> Figures:
+    """Starts the client, waits for its calls, then hands in one step after the other."""
+    arguments = [str(port), method, str(num_answers), str(NUM_STEPS)]
+    client = subprocess.Popen([sys.executable, "-c", CLIENT, *arguments], stdout=subprocess.PIPE, text=True)
     reading = asyncio.create_task(asyncio.to_thread(client.communicate))
-    while num_open() < NUM_STREAMS:
+    while num_open() < num_answers:
         await asyncio.sleep(0.01)
     handed_in_at, cpu_s = [], time.process_time()
     for step in range(NUM_STEPS):
         handed_in_at.append(time.perf_counter())
         hand_in(step)
-        await asyncio.sleep(STEP_S)
+        await asyncio.sleep(STEP_S[num_answers])
     cpu_s = time.process_time() - cpu_s
     streams = json.loads((await reading)[0])
     added = np.array([at - handed_in_at[token] for stream in streams for token, at in stream]) * 1e3
+    assert len(added) == num_answers * NUM_STEPS
     return Figures(float(np.median(added)), float(np.percentile(added, 99)), cpu_s / len(added) * 1e6)
 
 
@@ -175,17 +199,25 @@ def _ends(request_numbers: Int64, step: int) -> tuple[End, ...]:
     )
 
 
-async def measure() -> dict[str, Any]:
-    """Measures both in turns, so that a change of the machine's speed affects both, and takes medians of `NUM_ROUNDS`.
-    `added` is the difference, which the router adds.
+async def measure(num_answers: int) -> dict[str, Any]:
+    """Measures all ways in turns, so that a change of the machine's speed affects all, and takes medians of
+    `NUM_ROUNDS`. `added` is what the router adds to plain gRPC when each answer has a stream.
     """
-    rounds = [(await measure_router(), await measure_bare()) for _ in range(NUM_ROUNDS)]
-    router, bare = (Figures(*np.median(np.array(figures), axis=0).tolist()) for figures in zip(*rounds, strict=True))
+    rounds = [
+        (
+            await measure_router("GenerateMany", num_answers),
+            await measure_router("Generate", num_answers),
+            await measure_bare(num_answers),
+        )
+        for _ in range(NUM_ROUNDS)
+    ]
+    many, router, bare = (Figures(*np.median(np.array(way), axis=0).tolist()) for way in zip(*rounds, strict=True))
     added = Figures(*(router_figure - bare_figure for router_figure, bare_figure in zip(router, bare, strict=True)))
     return {
-        "streams": NUM_STREAMS,
+        "answers": num_answers,
         "steps": NUM_STEPS,
-        "router": router._asdict(),
+        "generate_many": many._asdict(),
+        "generate": router._asdict(),
         "bare_grpc": bare._asdict(),
         "added": added._asdict(),
     }
@@ -197,17 +229,18 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    result = asyncio.run(measure())
-    if arguments.json:
-        print(json.dumps(result))
-        return
-    print(f"{result['streams']} streams; from the engine's message to the client, per token")
-    for name in ("router", "bare_grpc", "added"):
-        figures = Figures(**result[name])
-        print(
-            f"{name:10} {figures.p50_ms:6.2f} ms p50  {figures.p99_ms:6.2f} ms p99  {figures.cpu_us:6.1f} us of the "
-            "router's CPU"
-        )
+    for num_answers in STEP_S:
+        result = asyncio.run(measure(num_answers))
+        if arguments.json:
+            print(json.dumps(result))
+            continue
+        print(f"{num_answers} answers; from the engine's message to the client, per token")
+        for name in ("generate_many", "generate", "bare_grpc", "added"):
+            figures = Figures(**result[name])
+            print(
+                f"{name:13} {figures.p50_ms:6.2f} ms p50  {figures.p99_ms:6.2f} ms p99  {figures.cpu_us:6.1f} us of "
+                "the router's CPU"
+            )
 
 
 if __name__ == "__main__":

@@ -31,10 +31,22 @@ class Buffer:
         self.overflown = len(self._tokens) > self._max_tokens
         return self.overflown
 
-    def take(self) -> tuple[list[int], list[TokenLogprobs]]:
-        """Takes all tokens that wait, and their logprobs if the request asked for them."""
-        tokens, self._tokens = self._tokens, []
-        logprobs, self._logprobs = self._logprobs, []
+    def take_plain(self, max_tokens: int) -> list[int]:
+        """Takes the tokens that wait if they have no logprobs and are at most `max_tokens`; else returns []."""
+        tokens = self._tokens
+        if len(tokens) > max_tokens:
+            return []
+        self._tokens = []
+        return tokens
+
+    def take(self, max_tokens: int | None = None) -> tuple[list[int], list[TokenLogprobs]]:
+        """Takes the tokens that wait, at most `max_tokens`, and their logprobs if the request asked for them."""
+        if max_tokens is None or max_tokens >= len(self._tokens):
+            tokens, self._tokens = self._tokens, []
+            logprobs, self._logprobs = self._logprobs, []
+            return tokens, logprobs
+        tokens, self._tokens = self._tokens[:max_tokens], self._tokens[max_tokens:]
+        logprobs, self._logprobs = self._logprobs[:max_tokens], self._logprobs[max_tokens:]
         return tokens, logprobs
 
     def end(self, ended: Ended) -> Ended:

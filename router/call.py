@@ -3,11 +3,11 @@
 Nothing here knows a transport: a front door encodes each `Piece` in its own way.
 """
 
-import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from protocol.errors import DeadlineExceeded, RequestCancelled, RequestError
 from protocol.messages import FinishReason, TokenLogprobs
 from router.buffer import Buffer
 from router.detokenizer import Detokenizer
@@ -15,6 +15,9 @@ from router.parse import Parsed
 from router.request import Ended, Path, Usage
 from router.tokenizer import Tokenizer
 from router.tracing import CallTrace
+
+DEADLINE_ROUNDING, DEADLINE_TRAVEL_S = 0.01, 0.05
+"""A deadline passes at the client first: gRPC adds up to this share before it sends it, and sending it takes time."""
 
 
 class Timing(NamedTuple):
@@ -60,9 +63,9 @@ class Call:
 
     __slots__ = (
         "_closing",
-        "_wake",
         "answers",
         "arrived_at",
+        "begun",
         "deadline_s",
         "first",
         "num_prompt_tokens",
@@ -80,16 +83,19 @@ class Call:
         submitted_at: float,
         trace: CallTrace,
         deadline_s: float | None,
+        wake: Callable[[], None],
     ) -> None:
+        """`wake` is called whenever an answer has got tokens or its end."""
         self.request_id, self.deadline_s = parsed.request_id, deadline_s
         self.arrived_at, self.submitted_at, self.trace = arrived_at, submitted_at, trace
         self.num_prompt_tokens = len(parsed.requests[0].prompt_token_ids)
         self.first = 0
         """The number of its first answer in the messages to the core. The others follow."""
-        self._wake = asyncio.Event()
+        self.begun = False
+        """Whether its first piece has been made."""
         self._closing: Callable[[], None] | None = None
         self.answers = [
-            Answer(index, parsed, tokenizer, Buffer(max_buffered_tokens), self._news)
+            Answer(index, parsed, tokenizer, Buffer(max_buffered_tokens), wake, self._ended)
             for index in range(len(parsed.requests))
         ]
 
@@ -101,23 +107,17 @@ class Call:
     def when_ended(self, closed: Callable[[], None]) -> None:
         """Calls `closed` once all answers have ended: now, or later."""
         self._closing = closed
-        self._news()
+        self._ended()
 
-    def _news(self) -> None:
-        self._wake.set()
+    def _ended(self) -> None:
+        """Takes note that an answer may have ended."""
         if self._closing is not None and not self.open:
             closing, self._closing = self._closing, None
             closing()
 
-    async def news(self) -> list["Answer"]:
-        """Waits until an answer has tokens for the client or has ended, and returns all such answers. At least one
-        answer must still be unfinished.
-        """
-        while True:
-            self._wake.clear()
-            if waiting := [answer for answer in self.answers if answer.has_news]:
-                return waiting
-            await self._wake.wait()
+    def waiting(self) -> list["Answer"]:
+        """Returns the answers that have tokens for the client or have ended, and are unfinished."""
+        return [answer for answer in self.answers if answer.has_news]
 
     def finish(self, answer: "Answer", ended: Ended, piece: Piece, now: float) -> None:
         """Completes an answer's last piece. The last piece of the call also gets the usage and the timing."""
@@ -146,23 +146,35 @@ class Answer:
 
     __slots__ = (
         "_buffer",
-        "_news",
+        "_has_ended",
+        "_wake",
         "detokenizer",
         "ended",
         "finish",
         "first_at",
         "index",
         "num_tokens",
+        "plain",
         "stopping",
         "told",
     )
 
     def __init__(
-        self, index: int, parsed: Parsed, tokenizer: Tokenizer, buffer: Buffer, news: Callable[[], None]
+        self,
+        index: int,
+        parsed: Parsed,
+        tokenizer: Tokenizer,
+        buffer: Buffer,
+        wake: Callable[[], None],
+        has_ended: Callable[[], None],
     ) -> None:
         self.index = index
-        min_tokens = parsed.requests[index].sampling.min_tokens
-        self.detokenizer = Detokenizer(tokenizer, parsed.stop, include_stop=parsed.include_stop, min_tokens=min_tokens)
+        sampling = parsed.requests[index].sampling
+        self.detokenizer = Detokenizer(
+            tokenizer, parsed.stop, include_stop=parsed.include_stop, min_tokens=sampling.min_tokens
+        )
+        self.plain = not parsed.stop and sampling.logprobs is None
+        """Whether its pieces have text and tokens alone, but for the first and the last one."""
         self.ended: Ended | None = None
         self.first_at: float | None = None
         """When the client's first piece was taken from the buffer."""
@@ -173,20 +185,52 @@ class Answer:
         """Whether the connection has taken the last piece."""
         self.stopping = False
         """Whether the core has been told that a stop string is complete."""
-        self._buffer, self._news = buffer, news
+        self._buffer, self._wake, self._has_ended = buffer, wake, has_ended
 
     @property
     def has_news(self) -> bool:
         return self.finish is None and (len(self._buffer) > 0 or self.ended is not None)
 
+    @property
+    def num_waiting(self) -> int:
+        """How many tokens wait for the client."""
+        return len(self._buffer)
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether its next piece has tokens, so that a client that takes no more tokens can get nothing."""
+        failed = self.ended is not None and self.ended.error is not None
+        return len(self._buffer) > 0 and not failed and not self.detokenizer.stopped
+
     def push(self, token_ids: list[int], logprobs: Iterable[TokenLogprobs]) -> bool:
         """Adds tokens. Returns True if too many wait for the client now."""
-        self._news()
+        self._wake()
         return self._buffer.push(token_ids, logprobs)
 
     def end(self, ended: Ended) -> None:
         self.ended = self._buffer.end(ended)
-        self._news()
+        self._wake()
+        self._has_ended()
 
-    def take(self) -> tuple[list[int], list[TokenLogprobs]]:
-        return self._buffer.take()
+    def take(self, max_tokens: int | None = None) -> tuple[list[int], list[TokenLogprobs]]:
+        """Takes the tokens that wait, at most `max_tokens`, and their logprobs if there are any."""
+        return self._buffer.take(max_tokens)
+
+    def take_plain(self, max_tokens: int) -> tuple[str, list[int]] | None:
+        """Takes the next piece of a `plain` answer that has begun and not ended: text and token ids. Returns None if
+        there are none, or more than `max_tokens`. It is `take` and all that makes a piece of it, the short way.
+        """
+        token_ids = self._buffer.take_plain(max_tokens)
+        if not token_ids:
+            return None
+        self.num_tokens += len(token_ids)
+        return self.detokenizer.push(token_ids)[0], token_ids
+
+
+def gone(waited_s: float, deadline_s: float | None) -> RequestError:
+    """How a call ends whose client did not wait for the end: its deadline has passed, or the client cancelled.
+    `waited_s`: seconds since it arrived.
+    """
+    if deadline_s is not None and waited_s >= deadline_s * (1 - DEADLINE_ROUNDING) - DEADLINE_TRAVEL_S:
+        return DeadlineExceeded(f"deadline: {deadline_s:g} s have passed")
+    return RequestCancelled("the client is gone")

@@ -21,6 +21,8 @@ class Detokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._matchers = [_Matcher(text) for text in stop]
         self._held = ""
+        self._unfinished = False
+        """Whether the bytes so far end inside a character."""
         self._include_stop = include_stop
         self._num_free = min_tokens
         """How many of the next tokens cannot complete a stop string."""
@@ -33,11 +35,11 @@ class Detokenizer:
         if self.stopped:
             return "", 0
         if not self._matchers:
-            return self._utf8.decode(join_bytes(self._token_bytes, token_ids)), len(token_ids)
+            return self._decode(token_ids), len(token_ids)
         pieces = []
         for i in range(len(token_ids)):
             self._num_free -= 1
-            pieces.append(self._match(self._utf8.decode(join_bytes(self._token_bytes, token_ids[i : i + 1]))))
+            pieces.append(self._match(self._decode(token_ids[i : i + 1])))
             if self.stopped:
                 return "".join(pieces), i + 1
         return "".join(pieces), len(token_ids)
@@ -49,6 +51,17 @@ class Detokenizer:
         rest = self._match(self._utf8.decode(b"", True))
         held, self._held = self._held, ""
         return rest if self.stopped else rest + held
+
+    def _decode(self, token_ids: list[int]) -> str:
+        data = join_bytes(self._token_bytes, token_ids)
+        if not self._unfinished:
+            try:
+                return data.decode()  # the usual case, and a fraction of what the incremental decoder takes
+            except UnicodeDecodeError:
+                pass
+        text = self._utf8.decode(data)
+        self._unfinished = bool(self._utf8.getstate()[0])
+        return text
 
     def _match(self, text: str) -> str:
         """Appends decoded text. Returns the text that is certain by now."""

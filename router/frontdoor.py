@@ -15,16 +15,15 @@ Everything but tokenisation runs on one event loop.
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple, TypeVar
 
 from protocol.arrays import Int32
 from protocol.clock import Clock
-from protocol.errors import DeadlineExceeded, InvalidRequest, Overloaded, RequestCancelled, RequestError
+from protocol.errors import InvalidRequest, RequestError
 from protocol.messages import FinishReason
 from router.admission import Account
-from router.call import Answer, Call, Piece
+from router.call import Answer, Call, Piece, gone
 from router.call_request import CallRequest, Prompt
 from router.config import RouterConfig
 from router.door_link import CoreLink, DoorLink
@@ -32,12 +31,8 @@ from router.door_messages import Facts, Loads
 from router.metrics_totals import DoorTotals, end_of
 from router.parse import Parsed, num_asked, parse_generate, parse_tokenize
 from router.tokenizer import Tokenizer
+from router.tokenizer_threads import TokenizerThreads
 from router.tracing import CallTrace, Tracing, Untraced
-
-TOKENIZER_RETRY_S = 1.0
-"""What an Overloaded tells its client to wait when too many requests are being tokenised."""
-DEADLINE_ROUNDING, DEADLINE_TRAVEL_S = 0.01, 0.05
-"""A deadline passes at the client first: gRPC adds up to this share before it sends it, and sending it takes time."""
 
 T = TypeVar("T")
 
@@ -69,8 +64,7 @@ class FrontDoor:
         self._tracing = tracing or Untraced()
         self.totals = totals
         self._calls: dict[str, Call] = {}
-        self._threads = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
-        self._num_in_threads = 0
+        self._threads = TokenizerThreads(config.tokenizer_threads, config.max_queue)
         self._link = DoorLink(link)
 
     @property
@@ -103,8 +97,12 @@ class FrontDoor:
 
     async def close(self) -> None:
         """Ends the tokenisation threads and exports the last spans. Nothing may be open any more."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
         await asyncio.to_thread(self._tracing.close)
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Runs `work` beside the event loop. Raises Overloaded if `max_queue` such works are already under way."""
+        return await self._threads.run(work)
 
     async def tokenize(self, read: Callable[[], Prompt]) -> Int32:
         """Returns token ids, int32 [num_tokens]. `read` is called in a thread. Both may raise RequestError."""
@@ -136,33 +134,40 @@ class FrontDoor:
         the caller's W3C trace context, or "". `account`: who calls, where that is asked. Close the generator
         (`contextlib.aclosing`): only that cancels answers that nobody waits for any more.
         """
-        call = await self._accept(read, deadline_s, traceparent, account)
-        first = True
+        wake = asyncio.Event()
+        call = await self.open(read, wake.set, deadline_s=deadline_s, traceparent=traceparent, account=account)
         error: RequestError | None = None
         try:
             while True:
-                for answer in await call.news():
-                    piece, failure = self._piece(call, answer)
-                    if first:
-                        piece.prompt_tokens, piece.request_id = call.num_prompt_tokens, call.request_id
+                wake.clear()
+                for answer in call.waiting():
+                    piece, failure = self.next_piece(call, answer)
                     if piece.token_ids or piece.finish_reason is not None:
-                        first = False
                         yield piece
                     if failure is not None:
                         error = failure
                         raise error
                     if answer.finish is not None:
-                        answer.told = True  # the connection has taken its last piece
-                        self.totals.finished(*answer.finish)
+                        self.told(answer)  # the connection has taken its last piece
                     if piece.usage is not None:
                         return
+                await wake.wait()
         finally:
-            self._close(call, error)
+            self.close_call(call, error)
 
-    async def _accept(
-        self, read: Callable[[], CallRequest], deadline_s: float | None, traceparent: str, account: Account | None
+    async def open(
+        self,
+        read: Callable[[], CallRequest],
+        wake: Callable[[], None],
+        *,
+        deadline_s: float | None,
+        traceparent: str = "",
+        account: Account | None = None,
     ) -> Call:
-        """Parses a request and opens its call. Counts it as refused if it is, or if its client leaves before that."""
+        """Begins a call, with the arguments of `generate`. `wake` is called whenever an answer has news. Whoever opens
+        a call takes its answers' pieces (`next_piece`), says which last ones were taken (`told`), and closes the call.
+        A call that is refused is counted as that, also one whose client leaves before it is open.
+        """
         arrived_at, trace, num_answers = self._clock(), self._tracing.begin(traceparent), 1
 
         def parse() -> Parsed:
@@ -182,18 +187,22 @@ class FrontDoor:
         try:
             parsed = await self.in_thread(parse)
         except (RequestError, asyncio.CancelledError) as raised:
-            refusal = raised if isinstance(raised, RequestError) else self._gone(arrived_at, deadline_s)
+            refusal = raised if isinstance(raised, RequestError) else gone(self._clock() - arrived_at, deadline_s)
             self._refused(trace, refusal, num_answers)
             raise
-        return await self._open(parsed, arrived_at, trace, deadline_s)
+        return await self._open(parsed, wake, arrived_at, trace, deadline_s)
 
     def _refused(self, trace: CallTrace, refusal: RequestError, num_answers: int) -> None:
         trace.end(refusal.code)
         self.totals.refused(refusal, num_answers)
 
-    def _piece(self, call: Call, answer: Answer) -> tuple[Piece, RequestError | None]:
-        """Returns what waits for the client, and the error that the answer ends with, if it ends with one."""
-        token_ids, logprobs = answer.take()
+    def next_piece(
+        self, call: Call, answer: Answer, max_tokens: int | None = None
+    ) -> tuple[Piece, RequestError | None]:
+        """Returns what waits for the client, and the error that the answer ends with, if it ends with one. Tokens
+        beyond `max_tokens` wait on, and so does a good end behind them.
+        """
+        token_ids, logprobs = answer.take(max_tokens)
         if answer.first_at is None:
             answer.first_at = self._clock()
             if token_ids:
@@ -206,32 +215,31 @@ class FrontDoor:
             answer.stopping = True
             self._link.stop(call.first + answer.index)
         ended = answer.ended
-        if ended is None:
-            return piece, None
-        if ended.error is not None and not stopped:
-            return piece, ended.error
-        piece.text += answer.detokenizer.finish()
-        call.finish(answer, ended, piece, self._clock())
-        return piece, None
+        failure = None
+        if ended is not None and ended.error is not None and not stopped:
+            failure = ended.error
+        elif ended is not None and (stopped or not answer.num_waiting):
+            piece.text += answer.detokenizer.finish()
+            call.finish(answer, ended, piece, self._clock())
+        if not call.begun and (piece.token_ids or piece.finish_reason is not None):
+            call.begun = True
+            piece.prompt_tokens, piece.request_id = call.num_prompt_tokens, call.request_id
+        return piece, failure
 
-    def _gone(self, arrived_at: float, deadline_s: float | None) -> RequestError:
-        """How a call ends whose client did not wait for the end: its deadline has passed, or the client cancelled."""
-        waited_s = self._clock() - arrived_at
-        if deadline_s is not None and waited_s >= deadline_s * (1 - DEADLINE_ROUNDING) - DEADLINE_TRAVEL_S:
-            return DeadlineExceeded(f"deadline: {deadline_s:g} s have passed")
-        return RequestCancelled("the client is gone")
+    def told(self, answer: Answer) -> None:
+        """Counts an answer whose last piece the connection has taken."""
+        assert answer.finish is not None
+        answer.told = True
+        self.totals.finished(*answer.finish)
 
-    async def in_thread(self, work: Callable[[], T]) -> T:
-        """Runs `work` beside the event loop. Raises Overloaded if `max_queue` such works are already under way."""
-        if self._num_in_threads >= self._config.max_queue:
-            raise Overloaded(f"{self._num_in_threads} requests wait for tokenisation", retry_after_s=TOKENIZER_RETRY_S)
-        self._num_in_threads += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-        finally:
-            self._num_in_threads -= 1
-
-    async def _open(self, parsed: Parsed, arrived_at: float, trace: CallTrace, deadline_s: float | None) -> Call:
+    async def _open(
+        self,
+        parsed: Parsed,
+        wake: Callable[[], None],
+        arrived_at: float,
+        trace: CallTrace,
+        deadline_s: float | None,
+    ) -> Call:
         """Submits a call, and waits for the core's word. Counts it as refused if it is."""
         name, num_answers = parsed.request_id, len(parsed.requests)
         if name in self._calls:
@@ -239,7 +247,7 @@ class FrontDoor:
             self._refused(trace, taken, num_answers)
             raise taken
         call = self._calls[name] = Call(
-            parsed, self.tokenizer, self._config.max_buffered_tokens, arrived_at, self._clock(), trace, deadline_s
+            parsed, self.tokenizer, self._config.max_buffered_tokens, arrived_at, self._clock(), trace, deadline_s, wake
         )
         told: asyncio.Future[RequestError | None] = asyncio.get_running_loop().create_future()
 
@@ -255,16 +263,16 @@ class FrontDoor:
         try:
             refusal = await told
         except asyncio.CancelledError:  # if the core accepts it, it is cancelled at once
-            self._close(call, self._gone(arrived_at, deadline_s))
+            self.close_call(call, gone(self._clock() - arrived_at, deadline_s))
             raise
         if refusal is not None:
             raise refusal
         return call
 
-    def _close(self, call: Call, error: RequestError | None) -> None:
+    def close_call(self, call: Call, error: RequestError | None) -> None:
         """Ends a call. `error`: what the client was told; None if it got all its answers, or left before their end."""
         if error is None and not all(answer.told for answer in call.answers):
-            error = self._gone(call.arrived_at, call.deadline_s)
+            error = gone(self._clock() - call.arrived_at, call.deadline_s)
         self._link.cancel(call.open)
         call.when_ended(partial(self._closed, call, error))
 

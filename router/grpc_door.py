@@ -10,25 +10,24 @@
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from functools import partial
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import grpc
-from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
-from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from protocol.errors import CapacityError, InvalidRequest, RequestCancelled, RequestError
+from protocol.errors import CapacityError, RequestCancelled, RequestError
 from router.accounts import Accounts
 from router.admission import Account
 from router.config import RouterConfig
-from router.error_table import retry_after_s
 from router.frontdoor import FrontDoor
 from router.grpc_codec import decode_bytes, decode_generate, decode_prompt, encode_load, encode_piece
+from router.grpc_many import GrpcMany
+from router.grpc_status import Context, abort, header
 from router.parse import check_id
 from router.tls import Certificates
 from router.version import version
@@ -37,22 +36,8 @@ from twopass.proto import twopass_pb2 as pb
 M = TypeVar("M", bound=Message)
 
 SERVICE = "twopass.v1.Twopass"
-MAX_DETAILS_BYTES = 800
-"""Longest text of an error. With its copies in the metadata it must fit into the 8 KB of headers a client takes."""
 HARD_LIMIT_FACTOR = 4
 """Messages up to this many times `max_message_bytes` are read, so that the status can say what is wrong with them."""
-
-
-class Context(Protocol):
-    """The part of `grpc.aio.ServicerContext` that is used here; grpcio ships no types."""
-
-    def time_remaining(self) -> float | None: ...
-    def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]]: ...
-    async def send_initial_metadata(self, initial_metadata: tuple[tuple[str, str | bytes], ...]) -> None: ...
-    async def write(self, message: pb.GenerateResponse) -> None: ...
-    async def abort(
-        self, code: grpc.StatusCode, details: str, trailing_metadata: tuple[tuple[str, str | bytes], ...]
-    ) -> NoReturn: ...
 
 
 class GrpcDoor:
@@ -80,10 +65,14 @@ class GrpcDoor:
         self._health = health.aio.HealthServicer()
         self._serving: bool | None = None
         self._writers: set[_Writer] = set()
+        self._streams: set[GrpcMany] = set()
         # Requests come as bytes: if gRPC parsed them, a damaged message would end as INTERNAL.
         handlers = {
             "Generate": grpc.unary_stream_rpc_method_handler(
                 self._generate, response_serializer=pb.GenerateResponse.SerializeToString
+            ),
+            "GenerateMany": grpc.stream_stream_rpc_method_handler(
+                self._generate_many, response_serializer=pb.ManyResponse.SerializeToString
             ),
             "Tokenize": self._unary(pb.TokenizeRequest, self._tokenize),
             "GetModelInfo": self._unary(pb.GetModelInfoRequest, self._get_model_info),
@@ -120,11 +109,15 @@ class GrpcDoor:
             for writer in self._writers:
                 if writer.since < oldest:
                     writer.give_up()
+            for stream in self._streams:
+                stream.end_stalled(oldest)
             await asyncio.sleep(self._config.tick_interval_s)
 
     async def stop(self, grace_s: float) -> None:
         """Accepts nothing new. What is open in `grace_s` seconds is cut off."""
         await self._health.enter_graceful_shutdown()
+        for stream in self._streams:
+            stream.drain()
         await self._server.stop(grace_s)
 
     async def _report_health(self) -> None:
@@ -136,38 +129,57 @@ class GrpcDoor:
                 await self._health.set(name, status)
 
     async def _generate(self, data: bytes, context: Context) -> None:
-        writer, now, began = _Writer(), asyncio.get_running_loop().time, False
-        self._writers.add(writer)
-        try:
+        async def stream(writer: _Writer) -> None:
             answers = self._door.generate(
                 lambda: decode_generate(decode_bytes(pb.GenerateRequest, data, self._config.max_message_bytes)),
                 deadline_s=context.time_remaining(),
-                traceparent=_header(context.invocation_metadata(), "traceparent") or "",
+                traceparent=header(context.invocation_metadata(), "traceparent") or "",
                 account=self._account(context),
             )
+            began = False
             async with aclosing(answers) as pieces:
                 async for piece in pieces:
-                    writer.since = now()
+                    writer.writing(True)
                     # The headers go alone: if the first write carried them and was cancelled, no status could follow.
                     if not began:
                         await context.send_initial_metadata(())
                         began = True
                     await context.write(encode_piece(piece))
-                    writer.since = math.inf
+                    writer.writing(False)
+
+        await self._stream(context, stream)
+
+    async def _generate_many(self, requests: object, context: Context) -> None:
+        async def stream(writer: _Writer) -> None:
+            many = GrpcMany(self._door, self._config, context, partial(self._account, context))
+            self._streams.add(many)
+            try:
+                await many.run(writer.writing)
+            finally:
+                self._streams.discard(many)
+
+        await self._stream(context, stream)
+
+    async def _stream(self, context: Context, stream: Callable[["_Writer"], Awaitable[None]]) -> None:
+        """Runs the handler of a stream. It ends if its client takes nothing, or with its error's status."""
+        writer = _Writer()
+        self._writers.add(writer)
+        try:
+            await stream(writer)
         except asyncio.CancelledError:
             if not writer.gave_up:
                 raise
             writer.task.uncancel()
-            await _abort(context, RequestCancelled(f"the client took nothing for {self._config.write_timeout_s:g} s"))
+            await abort(context, RequestCancelled(f"the client took nothing for {self._config.write_timeout_s:g} s"))
         except RequestError as error:
-            await _abort(context, error)
+            await abort(context, error)
         finally:
             self._writers.discard(writer)
 
     def _account(self, context: Context) -> Account | None:
         if self._accounts is None:
             return None
-        return self._accounts.authenticate(_header(context.invocation_metadata(), "authorization"))
+        return self._accounts.authenticate(header(context.invocation_metadata(), "authorization"))
 
     def _unary(self, kind: type[M], answer: Callable[[Callable[[], M]], Awaitable[Message]]) -> grpc.RpcMethodHandler:
         """Returns a handler of a call with one answer. `answer` gets a function that parses its request."""
@@ -176,7 +188,7 @@ class GrpcDoor:
             try:
                 return await answer(partial(decode_bytes, kind, data, self._config.max_message_bytes))
             except RequestError as error:
-                await _abort(context, error)
+                await abort(context, error)
 
         return grpc.unary_unary_rpc_method_handler(
             handle, response_serializer=lambda message: message.SerializeToString()
@@ -234,6 +246,9 @@ class _Writer:
         """When the present write began, in seconds of the event loop's clock; infinity if none is under way."""
         self.gave_up = False
 
+    def writing(self, begins: bool) -> None:
+        self.since = self.task.get_loop().time() if begins else math.inf
+
     def give_up(self) -> None:
         self.since, self.gave_up = math.inf, True
         self.task.cancel()
@@ -250,7 +265,7 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio ships 
         if handler is None or details.method.startswith(f"/{health.SERVICE_NAME}/"):
             return handler
         try:
-            self._accounts.authenticate(_header(details.invocation_metadata, "authorization"))
+            self._accounts.authenticate(header(details.invocation_metadata, "authorization"))
         except RequestError as error:
             return _refusal(handler, error)
         return handler
@@ -260,7 +275,7 @@ def _refusal(handler: Any, error: RequestError) -> grpc.RpcMethodHandler:
     """A handler of the same kind of call, which ends it with the error."""
 
     async def refuse(request: Any, context: Context) -> NoReturn:
-        await _abort(context, error)
+        await abort(context, error)
 
     kinds = {
         (False, False): grpc.unary_unary_rpc_method_handler,
@@ -269,28 +284,3 @@ def _refusal(handler: Any, error: RequestError) -> grpc.RpcMethodHandler:
         (True, True): grpc.stream_stream_rpc_method_handler,
     }
     return kinds[handler.request_streaming, handler.response_streaming](refuse)
-
-
-def _header(metadata: Iterable[tuple[str, str | bytes]], wanted: str) -> str | None:
-    return next((value for name, value in metadata if name == wanted and isinstance(value, str)), None)
-
-
-async def _abort(context: Context, error: RequestError) -> NoReturn:
-    """Ends the call with the error's status. A hint when to retry, or the wrong field, goes into the trailing metadata,
-    as plain text and as google.rpc.Status.
-    """
-    code = grpc.StatusCode[error.code]
-    text = str(error).encode("utf-8", "replace")[:MAX_DETAILS_BYTES].decode("utf-8", "ignore")
-    status = status_pb2.Status(code=code.value[0], message=text)
-    metadata: tuple[tuple[str, str | bytes], ...] = ()
-    if (hint_s := retry_after_s(error)) is not None:
-        metadata = (("retry-after-s", f"{hint_s:g}"),)
-        delay = Duration(seconds=int(hint_s), nanos=int(hint_s % 1 * 1e9))
-        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
-    elif isinstance(error, InvalidRequest):
-        metadata = (("invalid-field", error.field),)
-        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=text)
-        status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
-    if status.details:
-        metadata += (("grpc-status-details-bin", status.SerializeToString()),)
-    await context.abort(code, text, metadata)

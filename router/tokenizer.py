@@ -156,6 +156,8 @@ class NumberTokenizer:
 def join_bytes(token_bytes: Sequence[bytes], token_ids: list[int]) -> bytes:
     """Joins the bytes of tokens. Ids outside the vocabulary (padding rows of an embedding) have none."""
     size = len(token_bytes)
+    if len(token_ids) == 1:  # the usual case
+        return token_bytes[token_ids[0]] if 0 <= token_ids[0] < size else b""
     return b"".join([token_bytes[token_id] for token_id in token_ids if 0 <= token_id < size])
 
 

@@ -121,6 +121,84 @@ class GenerateResponse(_message.Message):
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
     def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., request_id: _Optional[str] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., index: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
+class ManyRequest(_message.Message):
+    __slots__ = ("start", "cancel", "credit")
+    START_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    CREDIT_FIELD_NUMBER: _ClassVar[int]
+    start: Start
+    cancel: Cancel
+    credit: Credit
+    def __init__(self, start: _Optional[_Union[Start, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ...) -> None: ...
+
+class Start(_message.Message):
+    __slots__ = ("call", "request", "credit", "timeout_s", "traceparent")
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    CREDIT_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    call: int
+    request: bytes
+    credit: int
+    timeout_s: float
+    traceparent: str
+    def __init__(self, call: _Optional[int] = ..., request: _Optional[bytes] = ..., credit: _Optional[int] = ..., timeout_s: _Optional[float] = ..., traceparent: _Optional[str] = ...) -> None: ...
+
+class Cancel(_message.Message):
+    __slots__ = ("call",)
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    call: int
+    def __init__(self, call: _Optional[int] = ...) -> None: ...
+
+class Credit(_message.Message):
+    __slots__ = ("call", "num_tokens")
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    call: int
+    num_tokens: int
+    def __init__(self, call: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+
+class ManyResponse(_message.Message):
+    __slots__ = ("calls", "indexes", "counts", "token_ids", "texts", "responses", "errors")
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    INDEXES_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    RESPONSES_FIELD_NUMBER: _ClassVar[int]
+    ERRORS_FIELD_NUMBER: _ClassVar[int]
+    calls: _containers.RepeatedScalarFieldContainer[int]
+    indexes: _containers.RepeatedScalarFieldContainer[int]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    texts: _containers.RepeatedScalarFieldContainer[str]
+    responses: _containers.RepeatedCompositeFieldContainer[CallResponse]
+    errors: _containers.RepeatedCompositeFieldContainer[CallError]
+    def __init__(self, calls: _Optional[_Iterable[int]] = ..., indexes: _Optional[_Iterable[int]] = ..., counts: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., texts: _Optional[_Iterable[str]] = ..., responses: _Optional[_Iterable[_Union[CallResponse, _Mapping]]] = ..., errors: _Optional[_Iterable[_Union[CallError, _Mapping]]] = ...) -> None: ...
+
+class CallResponse(_message.Message):
+    __slots__ = ("call", "response")
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    call: int
+    response: GenerateResponse
+    def __init__(self, call: _Optional[int] = ..., response: _Optional[_Union[GenerateResponse, _Mapping]] = ...) -> None: ...
+
+class CallError(_message.Message):
+    __slots__ = ("call", "code", "text", "invalid_field", "retry_after_s")
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    INVALID_FIELD_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    call: int
+    code: int
+    text: str
+    invalid_field: str
+    retry_after_s: float
+    def __init__(self, call: _Optional[int] = ..., code: _Optional[int] = ..., text: _Optional[str] = ..., invalid_field: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
+
 class TokenLogprobs(_message.Message):
     __slots__ = ("logprob", "top_token_ids", "top_logprobs")
     LOGPROB_FIELD_NUMBER: _ClassVar[int]

@@ -39,6 +39,11 @@ class TwopassStub:
                 request_serializer=twopass_dot_proto_dot_twopass__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=twopass_dot_proto_dot_twopass__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.GenerateMany = channel.stream_stream(
+                '/twopass.v1.Twopass/GenerateMany',
+                request_serializer=twopass_dot_proto_dot_twopass__pb2.ManyRequest.SerializeToString,
+                response_deserializer=twopass_dot_proto_dot_twopass__pb2.ManyResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/twopass.v1.Twopass/Tokenize',
                 request_serializer=twopass_dot_proto_dot_twopass__pb2.TokenizeRequest.SerializeToString,
@@ -71,6 +76,15 @@ class TwopassServicer:
 
     def Generate(self, request, context):
         """Streams the answer, or all `n` of them. Closing the call ends the request; its deadline is the request's deadline.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GenerateMany(self, request_iterator, context):
+        """Streams the answers of many requests, each as Generate would: one message per step has the news of all of them. The
+        error of one call ends that call alone. When the client half-closes, the stream ends after the last open call; when
+        it cancels, all calls end. A message that breaks the rules below ends the stream with INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -118,6 +132,11 @@ def add_TwopassServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=twopass_dot_proto_dot_twopass__pb2.GenerateRequest.FromString,
                     response_serializer=twopass_dot_proto_dot_twopass__pb2.GenerateResponse.SerializeToString,
+            ),
+            'GenerateMany': grpc.stream_stream_rpc_method_handler(
+                    servicer.GenerateMany,
+                    request_deserializer=twopass_dot_proto_dot_twopass__pb2.ManyRequest.FromString,
+                    response_serializer=twopass_dot_proto_dot_twopass__pb2.ManyResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -172,6 +191,33 @@ class Twopass:
             '/twopass.v1.Twopass/Generate',
             twopass_dot_proto_dot_twopass__pb2.GenerateRequest.SerializeToString,
             twopass_dot_proto_dot_twopass__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateMany(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/twopass.v1.Twopass/GenerateMany',
+            twopass_dot_proto_dot_twopass__pb2.ManyRequest.SerializeToString,
+            twopass_dot_proto_dot_twopass__pb2.ManyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import grpc
 import numpy as np
 
-from protocol.arrays import Int64
 from protocol.messages import Address, End, EngineRequest, Envelope, Hello, Message, StepTokens
 from router.config import RouterConfig
 from router.core_loop import CoreLoop, OwnLink
@@ -31,9 +30,9 @@ from router.router import Router
 from router.tokenizer import NumberTokenizer
 from twopass.proto import twopass_pb2 as pb
 
-NUM_STEPS = 200
 STEP_S = {64: 0.02, 512: 0.1}
 """The time between two steps, by the number of answers: so much that the slowest way has an idle moment in each."""
+NUM_STEPS = {64: 200, 512: 50}
 NUM_ROUNDS = 3
 ENGINE = Address("decode-0", 2)
 
@@ -119,22 +118,35 @@ async def measure_router(method: str, num_answers: int) -> Figures:
         endpoint=b"",
     )
     loop.deliver(Envelope(ENGINE, router.address, 0, hello))
-    ones = np.ones(num_answers, np.int32)
+    ones, num_steps = np.ones(num_answers, np.int32), NUM_STEPS[num_answers]
+    steps: list[StepTokens] = []
+
+    def play() -> None:
+        """The engine's messages are made before the first one is handed in: only the router is measured."""
+        numbers = np.array(sorted(dispatched), np.int64)
+        ends = tuple(End(int(number), 1, "finished", "length") for number in numbers)
+        for step in range(num_steps):
+            steps.append(
+                StepTokens(
+                    router_epoch=1,
+                    request_numbers=numbers,
+                    attempts=ones,
+                    offsets=ones * step,
+                    counts=ones,
+                    token_ids=ones * step,
+                    ends=ends if step == num_steps - 1 else (),
+                )
+            )
+
+    def num_open() -> int:
+        if len(dispatched) == num_answers and not steps:
+            play()
+        return len(dispatched)
 
     def hand_in(step: int) -> None:
-        request_numbers = np.array(sorted(dispatched), np.int64)
-        message = StepTokens(
-            router_epoch=1,
-            request_numbers=request_numbers,
-            attempts=ones,
-            offsets=ones * step,
-            counts=ones,
-            token_ids=ones * step,
-            ends=_ends(request_numbers, step),
-        )
-        loop.deliver(Envelope(ENGINE, router.address, step + 1, message))
+        loop.deliver(Envelope(ENGINE, router.address, step + 1, steps[step]))
 
-    figures = await _measure(port, method, num_answers, lambda: len(dispatched), hand_in)
+    figures = await _measure(port, method, num_answers, num_open, hand_in)
     await server.stop(0.1)
     await door.close()
     return figures
@@ -143,16 +155,17 @@ async def measure_router(method: str, num_answers: int) -> Figures:
 async def measure_bare(num_answers: int) -> Figures:
     """Measures grpc.aio alone: it writes the same messages, and each stream waits for its turn."""
     turns: list[asyncio.Event] = []
+    num_steps = NUM_STEPS[num_answers]
 
     async def generate(request: bytes, context: Any) -> None:
         turns.append(turn := asyncio.Event())
-        for step in range(NUM_STEPS):
+        for step in range(num_steps):
             await turn.wait()
             turn.clear()
             piece = pb.GenerateResponse(text=f"{step} ", token_ids=[step])
-            if step == NUM_STEPS - 1:
+            if step == num_steps - 1:
                 piece.finish_reason = pb.FINISH_REASON_LENGTH
-                piece.usage.completion_tokens = NUM_STEPS
+                piece.usage.completion_tokens = num_steps
             await context.write(piece)
 
     server = grpc.aio.server()
@@ -174,29 +187,21 @@ async def _measure(
     port: int, method: str, num_answers: int, num_open: Callable[[], int], hand_in: Callable[[int], None]
 ) -> Figures:
     """Starts the client, waits for its calls, then hands in one step after the other."""
-    arguments = [str(port), method, str(num_answers), str(NUM_STEPS)]
+    arguments = [str(port), method, str(num_answers), str(NUM_STEPS[num_answers])]
     client = subprocess.Popen([sys.executable, "-c", CLIENT, *arguments], stdout=subprocess.PIPE, text=True)
     reading = asyncio.create_task(asyncio.to_thread(client.communicate))
     while num_open() < num_answers:
         await asyncio.sleep(0.01)
     handed_in_at, cpu_s = [], time.process_time()
-    for step in range(NUM_STEPS):
+    for step in range(NUM_STEPS[num_answers]):
         handed_in_at.append(time.perf_counter())
         hand_in(step)
         await asyncio.sleep(STEP_S[num_answers])
     cpu_s = time.process_time() - cpu_s
     streams = json.loads((await reading)[0])
     added = np.array([at - handed_in_at[token] for stream in streams for token, at in stream]) * 1e3
-    assert len(added) == num_answers * NUM_STEPS
+    assert len(added) == num_answers * NUM_STEPS[num_answers]
     return Figures(float(np.median(added)), float(np.percentile(added, 99)), cpu_s / len(added) * 1e6)
-
-
-def _ends(request_numbers: Int64, step: int) -> tuple[End, ...]:
-    return (
-        tuple(End(int(request_number), 1, "finished", "length") for request_number in request_numbers)
-        if step == NUM_STEPS - 1
-        else ()
-    )
 
 
 async def measure(num_answers: int) -> dict[str, Any]:
@@ -215,7 +220,7 @@ async def measure(num_answers: int) -> dict[str, Any]:
     added = Figures(*(router_figure - bare_figure for router_figure, bare_figure in zip(router, bare, strict=True)))
     return {
         "answers": num_answers,
-        "steps": NUM_STEPS,
+        "steps": NUM_STEPS[num_answers],
         "generate_many": many._asdict(),
         "generate": router._asdict(),
         "bare_grpc": bare._asdict(),

@@ -29,6 +29,11 @@ def decode_bytes(kind: Callable[[], M], data: bytes, max_message_bytes: int) -> 
     """Raises InvalidRequest for a message that is too large or damaged, or whose text is not UTF-8."""
     if len(data) > max_message_bytes:
         raise InvalidRequest("message", f"{len(data)} bytes", f"at most {max_message_bytes} bytes (max_message_bytes)")
+    return decode_message(kind, data)
+
+
+def decode_message(kind: Callable[[], M], data: bytes) -> M:
+    """The same without a limit."""
     message = kind()
     try:
         message.ParseFromString(data)

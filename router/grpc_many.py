@@ -15,13 +15,11 @@ from protocol.errors import Draining, InvalidRequest, RequestCancelled, RequestE
 from router.admission import Account
 from router.config import RouterConfig
 from router.frontdoor import FrontDoor
-from router.grpc_codec import decode_bytes, decode_generate
+from router.grpc_codec import decode_bytes, decode_generate, decode_message
 from router.grpc_status import Context, header
 from router.many_calls import ManyCall, ManyCalls
 from twopass.proto import twopass_pb2 as pb
 
-FRAME_BYTES = 1024
-"""How much larger than its request a message of the stream may be."""
 MAX_ERRORS = 1024
 """With so many errors that the connection has not taken, no further message is read."""
 
@@ -82,9 +80,8 @@ class GrpcMany:
 
     async def _read(self) -> None:
         """Returns when the client has half-closed. Raises RequestError for a message that breaks the contract."""
-        most_bytes = self._config.max_message_bytes + FRAME_BYTES
         while (data := await self._context.read()) is not grpc.aio.EOF:
-            message = decode_bytes(pb.ManyRequest, data, most_bytes)
+            message = decode_message(pb.ManyRequest, data)
             match message.WhichOneof("kind"):
                 case "start":
                     self._start(message.start)

@@ -27,3 +27,25 @@ def test_one_token_too_many_is_said_once_and_the_end_is_an_error() -> None:
     ended = buffer.end(ENDED)
     assert (ended.finish_reason, ended.usage) == (None, ENDED.usage)
     assert "the client reads too slowly" in str(ended.error)
+
+
+def test_a_part_of_what_waits_is_taken_in_order() -> None:
+    buffer = Buffer(9)
+    buffer.push([5, 6, 7], [TokenLogprobs(-1.0), TokenLogprobs(-2.0), TokenLogprobs(-3.0)])
+    for token_id, chosen in ((5, -1.0), (6, -2.0)):
+        tokens, logprobs = buffer.take(1)
+        assert (tokens, [values.chosen for values in logprobs]) == ([token_id], [chosen])
+    assert buffer.take(0) == ([], [])
+    buffer.push([8], [TokenLogprobs(-4.0)])
+    tokens, logprobs = buffer.take(2)
+    assert (tokens, [values.chosen for values in logprobs]) == ([7, 8], [-3.0, -4.0])
+
+
+def test_the_short_way_takes_all_or_nothing() -> None:
+    buffer = Buffer(9)
+    buffer.push([5, 6])
+    assert buffer.take_plain(1) == []
+    assert buffer.take_plain(2) == [5, 6]
+    assert buffer.take_plain(2) == []
+    buffer.push([7])
+    assert buffer.take_plain(9) == [7]

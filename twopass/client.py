@@ -10,23 +10,20 @@
 """
 
 import asyncio
-import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
 import grpc
 
-from twopass.connect import MAX_TRIES, Pem, Security, Tries, open_channel, places
-from twopass.errors import ClientClosed
+from twopass.connect import MAX_TRIES, Pem, Security
 from twopass.proto import twopass_pb2 as pb
-from twopass.proto.twopass_pb2_grpc import TwopassStub
+from twopass.servers import Servers
 from twopass.stream import AsyncStream, Stream
 from twopass.types import Chunk, Completion, GenerateOptions, Loads, ModelInfo, ServerInfo, Timing, Usage
 from twopass.wire import (
     abort_request,
-    call_metadata,
     generate_request,
     require_single,
     to_error,
@@ -48,33 +45,6 @@ __all__ = [
     "Timing",
     "Usage",
 ]
-
-
-class Servers:
-    """The channels to all addresses. `module`: grpc or grpc.aio."""
-
-    def __init__(self, address: str | Sequence[str], security: Security, max_tries: int, module: Any) -> None:
-        self.places, self._max_tries = places(address), max_tries
-        self.channels = [open_channel(place, security, module) for place in self.places]
-        self._stubs = [TwopassStub(channel) for channel in self.channels]  # type: ignore[no-untyped-call]  # generated
-        self._token = security.token
-        self._turns = itertools.count()
-
-    def tries(self, timeout_s: float | None) -> Tries:
-        """Those of the next call."""
-        return Tries(len(self.places), next(self._turns), self._max_tries, timeout_s)
-
-    def starter(self, method: str, request: Any, options: GenerateOptions | None = None) -> Callable[[Tries], Any]:
-        """Starts the call where it is tried, and raises ClientClosed if the client is closed."""
-        metadata = call_metadata(self._token, options)
-
-        def start(tries: Tries) -> Any:
-            try:
-                return getattr(self._stubs[tries.place], method)(request, timeout=tries.timeout_s, metadata=metadata)
-            except (ValueError, grpc.aio.UsageError) as error:  # what grpc raises on a closed channel
-                raise ClientClosed(str(error)) from error
-
-        return start
 
 
 class Client:
@@ -179,7 +149,7 @@ class Client:
 
     def _start(self, request: pb.GenerateRequest, options: GenerateOptions) -> Stream:
         servers, tries = self._servers, self._servers.tries(options.get("timeout_s", self._timeout_s))
-        start = servers.starter("Generate", request, options)
+        start = servers.generate_starter(request, options)
         return Stream(start(tries), start, tries, servers.places)
 
     def _call(self, method: str, request: Any) -> Any:
@@ -296,7 +266,7 @@ class AsyncClient:
 
     def _start(self, request: pb.GenerateRequest, options: GenerateOptions) -> AsyncStream:
         servers, tries = self._servers, self._servers.tries(options.get("timeout_s", self._timeout_s))
-        start = servers.starter("Generate", request, options)
+        start = servers.generate_starter(request, options)
         return AsyncStream(start(tries), start, tries, servers.places)
 
     async def _call(self, method: str, request: Any) -> Any:

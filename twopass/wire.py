@@ -32,9 +32,8 @@ _CALL_OPTIONS = ("timeout_s", "traceparent")
 """Options that are no part of the message."""
 
 
-def call_metadata(token: str | None, options: GenerateOptions | None = None) -> tuple[tuple[str, str], ...]:
-    caller = (("authorization", f"Bearer {token}"),) if token is not None else ()
-    return (*caller, ("traceparent", options["traceparent"])) if options and "traceparent" in options else caller
+def call_metadata(token: str | None) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {token}"),) if token is not None else ()
 
 
 def generate_request(

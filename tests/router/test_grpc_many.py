@@ -50,7 +50,7 @@ def test_a_step_is_one_message_and_only_first_and_last_pieces_have_more_than_col
             last = await many.read()
             assert (list(last.calls), list(last.counts), list(last.token_ids)) == ([3, 8], [2, 1], [7, 8, 9])
             (row,) = last.responses
-            assert (row.call, row.response.token_ids) == (5, [1])
+            assert (row.call, list(row.response.token_ids)) == (5, [1])
             assert row.response.finish_reason == pb.FINISH_REASON_LENGTH
             assert row.response.usage == pb.Usage(prompt_tokens=2, cached_tokens=1, completion_tokens=3)
             assert sum(row.response.timing.stages.values()) == pytest.approx(row.response.timing.total_s)

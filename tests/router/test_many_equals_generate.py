@@ -83,7 +83,7 @@ async def by_many(s: Serving, request: bytes) -> Told:
         error = many.errors.get(0)
         return told(
             many.pieces.get(0, []),
-            error and (error.code, error.text, error.invalid_field, error.retry_after_s),
+            None if error is None else (error.code, error.text, error.invalid_field, error.retry_after_s),
         )
 
 

@@ -93,3 +93,23 @@ def test_a_call_is_started_again_before_its_first_piece_and_never_after(pieces: 
                 assert client.generate_text("x").text == "b"
     assert handler.calls == calls
     server.stop(0).wait()
+
+
+class Older(Counting):
+    """A server from before GenerateMany."""
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+        return super().service(details) if details.method.endswith("/Generate") else None
+
+
+def test_an_older_server_gets_every_call_alone() -> None:
+    server = grpc.server(futures.ThreadPoolExecutor(4))
+    server.add_generic_rpc_handlers([Older(0, 3)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        with Client(f"127.0.0.1:{port}", timeout_s=HANG_S) as client:
+            streams = [client.generate(prompt_token_ids=[1]) for _ in range(3)]
+            assert [stream.read().text for stream in streams] == ["aaab"] * 3
+    finally:
+        server.stop(None).wait()

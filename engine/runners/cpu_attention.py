@@ -25,6 +25,7 @@ from engine.runners.cpu_simd import (
     WIDTH,
     Kind,
     make_dot_keys,
+    make_join_dots,
     make_part_rows,
     make_product,
     make_softmax_step,
@@ -41,8 +42,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 KEY_TILE = 128
 """Keys handled at a time by a prompt tile: scores and the tile's K and V stay in the L2 cache."""
-AHEAD = 8
-"""Blocks between a key block's prefetch, while values are weighed, and its use: one tile of keys."""
+RUN = 16
+"""Keys of one block that lie behind each other; a decode reads those of a tile in turns."""
 TILE_ROWS = 96
 """Query rows (tokens x heads of a group) of a prompt tile."""
 LOW = np.float32(-1e30)
@@ -117,7 +118,8 @@ def tile_rows(group: int) -> int:
 def scratch_elements(head_dim: int, group: int) -> int:
     """float32 elements of one scratch row of `Attention`."""
     rows = tile_rows(group)
-    return rows * KEY_TILE + 2 * head_dim * KEY_TILE + 2 * rows * head_dim + 2 * rows
+    tile = rows * KEY_TILE + 2 * head_dim * KEY_TILE + 2 * rows * head_dim + 2 * rows
+    return tile + group * WIDTH * WIDTH
 
 
 @functools.cache
@@ -146,11 +148,9 @@ def make_attention(shape: Shape) -> Attention:
             for i in range(bins[b], bins[b + 1]):
                 t0, num, position, sequence, head = items[i, 0], items[i, 1], items[i, 2], items[i, 3], items[i, 4]
                 if num == 1:
-                    after = min(i + 1, bins[b + 1] - 1)
                     attend_token(
-                        t0, head=head, table=tables[sequence], context=position + 1, next_head=items[after, 4],
-                        next_table=tables[items[after, 3]], next_context=items[after, 2] + 1, window=window, q=q,
-                        out=out, cache=cache, layer=layer, work=work[b],
+                        t0, head=head, table=tables[sequence], context=position + 1, window=window, q=q, out=out,
+                        cache=cache, layer=layer, work=work[b],
                     )  # fmt: skip
                 else:
                     attend_tile(
@@ -224,7 +224,7 @@ def _make_scratch(shape: Shape) -> Callable[..., Any]:
     @_part(shape)
     def scratch(work: Float32) -> Any:
         """scores [R, KEY_TILE], acc [R, D], peak [R], total [R], queries [R, D], keys_t [D, KEY_TILE], values
-        [KEY_TILE, D].
+        [KEY_TILE, D], and room for the parts of a decode's dots.
         """
         a = R * KEY_TILE
         b = a + R * D
@@ -235,6 +235,7 @@ def _make_scratch(shape: Shape) -> Callable[..., Any]:
             work[:a].reshape(R, KEY_TILE), work[a:b].reshape(R, D), work[b : b + R], work[b + R : c],
             work[c:d].reshape(R, D),
             work[d:e].reshape(D, KEY_TILE), work[e : e + D * KEY_TILE].reshape(KEY_TILE, D),
+            work[e + D * KEY_TILE :],
         )  # fmt: skip
 
     return scratch
@@ -257,18 +258,60 @@ def _make_store_rows(shape: Shape) -> Callable[..., None]:
 
 def _make_attend_token(shape: Shape, scratch: Callable[[Float32], Any]) -> Callable[..., None]:
     D, G, BS, BYTES = shape.head_dim, shape.group, shape.block_size, shape.element_bytes
-    weigh_values = make_weigh_values(D, G, KEY_TILE, shape.kind)
-    dot_keys, NUM_DOT = make_dot_keys(D, G, KEY_TILE, shape.kind)
+    dot_keys, NUM_DOT, LANES = make_dot_keys(D, G, shape.kind)
+    join_dots, weigh_values = make_join_dots(D, G, KEY_TILE), make_weigh_values(D, G, KEY_TILE, shape.kind)
     part_queries, join_acc = (make_part_rows(D, G, shape.kind, join=join) for join in (False, True))
     softmax_step = make_softmax_step(D, tile_rows(G) * 4)
 
     @_part(shape)
+    def place(k: int, n: int) -> int:
+        """Where key number k of n stands in its tile's turns."""
+        whole, rest = n // RUN, (n % RUN + NUM_DOT - 1) // NUM_DOT
+        turn = k % RUN // NUM_DOT
+        return (turn * whole + min(turn, rest) + k // RUN) * NUM_DOT + k % NUM_DOT
+
+    @_part(shape)
+    def score_keys(
+        first: int, n: int, hidden: int, table: Int32, base: int, block_bytes: int, queries: int, parts: int,
+        rows: Int64, scores: Float32,
+    ) -> int:  # fmt: skip
+        """Scores and addresses (`rows`) of the n keys from `first` on; LOW for the first `hidden`.
+
+        The keys stand in turns, NUM_DOT of each run of RUN: memory that is read in several places at once comes
+        faster. Returns how many there are with those that fill up the last turn, which are LOW and the address of a
+        seen key.
+        """
+        count = 0
+        for j in range(0, RUN, NUM_DOT):
+            for run in range((n - j + RUN - 1) // RUN):
+                k = run * RUN + j
+                key = first + k
+                row = base + np.int64(table[key // BS]) * block_bytes + key % BS * (D * BYTES)
+                dot_keys(queries, row, parts + count % LANES * LANES * 4)
+                for i in range(NUM_DOT):
+                    rows[count + i] = row + min(i, n - 1 - k) * (D * BYTES)
+                count += NUM_DOT
+                if count % LANES == 0:
+                    join_dots(parts, scores.ctypes.data + (count - LANES) * 4)
+        if count % LANES != 0:
+            join_dots(parts, scores.ctypes.data + count // LANES * LANES * 4)
+        for g in range(G):
+            for k in range(hidden):
+                scores[g, place(k, n)] = LOW
+            for k in range(n, n + -n % NUM_DOT):
+                scores[g, place(k, n)] = LOW
+            for k in range(count, (count + 31) // 32 * 32):
+                scores[g, k] = LOW
+        return count
+
+    @_part(shape)
     def attend_token(
-        t: int, head: int, table: Int32, context: int, next_head: int, next_table: Int32, next_context: int,
-        window: int, q: Float32, out: Stored, cache: Stored, layer: int, work: Float32,
+        t: int, head: int, table: Int32, context: int, window: int, q: Float32, out: Stored, cache: Stored, layer: int,
+        work: Float32,
     ) -> None:  # fmt: skip
         """One token's group of query heads over its keys among the first `context`, straight from the blocks."""
-        scores, acc, peak, total, queries, _, _ = scratch(work)
+        scores, acc, peak, total, queries, _, values, parts = scratch(work)
+        rows = values.reshape(-1).view(np.int64)
         acc[:G] = np.float32(0.0)
         peak[:G] = LOW
         total[:G] = np.float32(0.0)
@@ -277,36 +320,18 @@ def _make_attend_token(shape: Shape, scratch: Callable[[Float32], Any]) -> Calla
         head_bytes = cache.shape[2] * 2 * value_bytes
         block_bytes = cache.shape[1] * head_bytes
         base = cache.ctypes.data + head * head_bytes + layer * 2 * value_bytes
-        next_base = base + (next_head - head) * head_bytes
-        next_block = first_seen(next_context, window) // BS
-        begin, last = first_seen(context, window), (context - 1) // BS
+        begin = first_seen(context, window)
         for first in range(begin // BS * BS, context, KEY_TILE):
             n = min(KEY_TILE, context - first)
-            padded = (n + 31) // 32 * 32
-            for start in range(0, n, BS):
-                index = (first + start) // BS
-                keys = base + np.int64(table[index]) * block_bytes
-                for j in range(0, min(BS, n - start), NUM_DOT):
-                    row = keys + j * D * BYTES
-                    dot_keys(queries.ctypes.data, row, scores.ctypes.data + (start + j) * 4, row + value_bytes)
+            num = score_keys(
+                first, n, begin - first, table, base, block_bytes, queries.ctypes.data, parts.ctypes.data, rows, scores
+            )
+            padded = (num + 31) // 32 * 32
             for g in range(G):
-                for j in range(begin - first):
-                    scores[g, j] = LOW
-                for j in range(n, padded):
-                    scores[g, j] = LOW
                 softmax_step(
                     scores.ctypes.data + g * KEY_TILE * 4, peak.ctypes.data + g * 4, acc.ctypes.data + g * D * 4, padded
                 )
-            for start in range(0, n, BS):
-                index = (first + start) // BS
-                values = base + value_bytes + np.int64(table[index]) * block_bytes
-                if index + AHEAD <= last:
-                    ahead = base + np.int64(table[index + AHEAD]) * block_bytes
-                else:
-                    next_index = min(next_block + index + AHEAD - last, len(next_table)) - 1
-                    ahead = next_base + np.int64(next_table[next_index]) * block_bytes
-                weights = scores.ctypes.data + start * 4
-                weigh_values(weights, values, acc.ctypes.data, ahead, min(BS, n - start))
+            weigh_values(scores.ctypes.data, rows.ctypes.data, value_bytes, acc.ctypes.data, num)
         join_acc(acc.ctypes.data, acc.ctypes.data)
         for g in range(G):
             inverse = np.float32(1.0) / total[g]
@@ -331,7 +356,7 @@ def _make_attend_tile(
         """Tokens t0 .. t0 + num - 1, the first at `position`, causal: K and V tiles widened to float32 once for all
         rows.
         """
-        scores, acc, peak, total, queries, keys_t, values = scratch(work)
+        scores, acc, peak, total, queries, keys_t, values, _ = scratch(work)
         rows = num * G
         whole = -(-rows // PRODUCT_ROWS) * PRODUCT_ROWS
         acc[:whole] = np.float32(0.0)

@@ -152,11 +152,12 @@ def has_feature(name: str) -> bool:
 
 
 WIDE = has_feature("avx512f")
-"""Whether registers have 16 lanes, and are 32; else they have 8, and are 16."""
-MOST_ASKED = 256
-"""Bytes of one run of prefetches."""
+"""Whether registers have 16 lanes; else they have 8."""
+REGISTERS = 32 if WIDE else 16
+RUN_BYTES = 256
+"""Of a block's keys that a decode reads before it turns to another block's."""
 NUM_SUMS = 20 if WIDE else 8
-"""Registers for the sums of a decode's pieces; the others hold queries or weights, keys or values."""
+"""Registers for the sums of a decode's dots; the others hold queries and keys."""
 PRODUCT_ROWS, PRODUCT_COLUMNS = (8, 32) if WIDE else (6, 16)
 """Of one `product`: its sums fill 16 of the 32 registers of AVX-512, 12 of the 16 of AVX2."""
 PRODUCT_TERMS = 4
@@ -209,9 +210,12 @@ def _lanes(head_dim: int) -> int:
     return 16 if WIDE and head_dim % 32 == 0 else 8
 
 
-def _load_part(builder: Any, address: Any, first: int, lanes: int, kind: Kind) -> tuple[Any, Any]:
+def _load_part(builder: Any, address: Any, first: int, lanes: int, kind: Kind, again: Any = None) -> tuple[Any, Any]:
     """2 * lanes cache elements from element `first` on, as float32. Of bf16 those of even index, then those of odd
     index: a shift and a mask part them, where widening neighbours would take two instructions more.
+
+    again: the same address under another name (`_renamed`), from which the second of the two is loaded when it is
+    needed, so that both together take one register.
     """
     vector, words = ir.VectorType(FLOAT, lanes), ir.VectorType(INT32, lanes)
     if kind == "f32":
@@ -224,17 +228,15 @@ def _load_part(builder: Any, address: Any, first: int, lanes: int, kind: Kind) -
         return builder.fpext(low, vector), builder.fpext(high, vector)
     pairs = builder.load(_at(builder, address, first * 2, words), align=2, typ=words)
     even = builder.shl(pairs, ir.Constant(words, [16] * lanes))
+    if again is not None:
+        pairs = builder.load(_at(builder, again, first * 2, words), align=2, typ=words)
     odd = builder.and_(pairs, ir.Constant(words, [-(1 << 16)] * lanes))
     return builder.bitcast(even, vector), builder.bitcast(odd, vector)
 
 
-def _ask_for(builder: Any, rows: Any, first: int, num: int, kind: Kind) -> None:
-    """Prefetches the 64-byte lines that begin in `num` cache elements from element `first` on. Few at a time, between
-    sums: CPUs drop what is more than they can ask for at once.
-    """
-    size = element_bytes(kind)
-    for offset in range(-(-first * size // 64) * 64, (first + num) * size, 64):
-        _prefetch(builder, rows, offset)
+def _renamed(builder: Any, address: Any) -> Any:
+    """The same address, but LLVM does not know that and loads again what it would else keep in a register."""
+    return builder.asm(ir.FunctionType(INT64, [INT64]), "", "=r,0", [address], False)
 
 
 def make_part_rows(head_dim: int, num_rows: int, kind: Kind, *, join: bool) -> Any:
@@ -258,50 +260,64 @@ def make_part_rows(head_dim: int, num_rows: int, kind: Kind, *, join: bool) -> A
     return _piece(2, emit)
 
 
-def make_dot_keys(head_dim: int, group: int, score_stride: int, kind: Kind) -> tuple[Any, int]:
-    """(piece, n): piece(q, keys, scores, ahead) dots `group` rows of q [group, head_dim], in the order of
-    `make_part_rows`, with n rows of cached keys [n, head_dim], and asks for as many rows from `ahead` on.
+def make_dot_keys(head_dim: int, group: int, kind: Kind) -> tuple[Any, int, int]:
+    """(piece, n, lanes): piece(q, keys, parts) multiplies `group` rows of q [group, head_dim], in the order of
+    `make_part_rows`, with n rows of cached keys [n, head_dim]. What is left of each dot are its sums by lane,
+    parts [group, lanes, lanes], whose second index is the key's.
 
-    Head g's n results go to scores + g * score_stride floats. n divides 16: two, or as many as are MOST_ASKED
-    bytes, if their sums stay in registers.
+    n divides `lanes`: as many keys as are RUN_BYTES, or two, if their sums stay in registers.
     """
     num, lanes = 2, _lanes(head_dim)
-    while 2 * num <= lanes and 2 * num * head_dim * element_bytes(kind) <= MOST_ASKED:
+    while 2 * num <= lanes and 2 * num * head_dim * element_bytes(kind) <= RUN_BYTES:
         num *= 2
     while num > 1 and num * group > NUM_SUMS:
         num //= 2
     vector = ir.VectorType(FLOAT, lanes)
 
-    def emit(builder: Any, q: Any, keys: Any, scores: Any, ahead: Any) -> None:
+    def emit(builder: Any, q: Any, keys: Any, parts: Any) -> None:
         sums: list[list[Any]] = [[None] * num for _ in range(group)]
         for d in range(0, head_dim, 2 * lanes):
             rows = [
                 [_load(builder, q, (g * head_dim + d + i * lanes) * 4, vector) for i in (0, 1)] for g in range(group)
             ]
             for j in range(num):
-                _ask_for(builder, ahead, j * head_dim + d, 2 * lanes, kind)
                 for i, key in enumerate(_load_part(builder, keys, j * head_dim + d, lanes, kind)):
                     for g in range(group):
                         before, row = sums[g][j], rows[g][i]
                         sums[g][j] = builder.fmul(row, key) if before is None else _fma(builder, row, key, before)
-        for g in range(group):
-            _store(builder, _lane_sums(builder, sums[g]), scores, g * score_stride * 4)
+        for g, j in product(range(group), range(num)):
+            _store(builder, sums[g][j], parts, (g * lanes + j) * lanes * 4)
 
-    return _piece(4, emit), num
+    return _piece(3, emit), num, lanes
+
+
+def make_join_dots(head_dim: int, group: int, score_stride: int) -> Any:
+    """piece(parts, scores): the dots of `make_dot_keys` for as many keys as there are lanes. Head g's go to scores +
+    g * score_stride floats.
+    """
+    lanes = _lanes(head_dim)
+    vector = ir.VectorType(FLOAT, lanes)
+
+    def emit(builder: Any, parts: Any, scores: Any) -> None:
+        for g in range(group):
+            sums = [_load(builder, parts, (g * lanes + j) * lanes * 4, vector) for j in range(lanes)]
+            _store(builder, _lane_sums(builder, sums), scores, g * score_stride * 4)
+
+    return _piece(2, emit)
 
 
 def make_weigh_values(head_dim: int, group: int, score_stride: int, kind: Kind) -> Any:
-    """piece(weights, values, acc, ahead, num): acc [group, head_dim], in the order of `make_part_rows`, += weights @
-    values for `num` rows of cached values [num, head_dim], and asks for as many rows from `ahead` on.
+    """piece(weights, rows, offset, acc, num): acc [group, head_dim], in the order of `make_part_rows`, += weights @
+    values, for `num` rows of cached values, each `offset` bytes behind an address of rows [num] (int64).
 
     Head g's `num` weights stand at weights + g * score_stride floats.
     """
     lanes, row_bytes = _lanes(head_dim), head_dim * element_bytes(kind)
-    heads = min(group, NUM_SUMS // 2)
-    across = max(1, NUM_SUMS // heads // 2) * 2 * lanes
+    heads = min(group, REGISTERS // 3)  # each has a weight and a pair of sums; one register is the value's
+    across = max(1, ((REGISTERS - 1) // heads - 1) // 2) * 2 * lanes
     vector = ir.VectorType(FLOAT, lanes)
 
-    def emit(builder: Any, weights: Any, values: Any, acc: Any, ahead: Any, num: Any) -> None:
+    def emit(builder: Any, weights: Any, rows: Any, offset: Any, acc: Any, num: Any) -> None:
         for g0, d0 in product(range(0, group, heads), range(0, head_dim, across)):
             some, columns = range(g0, min(group, g0 + heads)), range(d0, min(head_dim, d0 + across), lanes)
             sums = {
@@ -310,14 +326,16 @@ def make_weigh_values(head_dim: int, group: int, score_stride: int, kind: Kind) 
                 for d in columns
             }
             with cgutils.for_range(builder, num) as loop:
-                row = builder.mul(loop.index, ir.Constant(INT64, row_bytes))
-                value_row, ahead_row = builder.add(values, row), builder.add(ahead, row)
+                at = builder.mul(loop.index, ir.Constant(INT64, 8))
+                value_row = builder.add(_load(builder, builder.add(rows, at), 0, INT64), offset)
                 from_weights = builder.add(weights, builder.mul(loop.index, ir.Constant(INT64, 4)))
                 factors = {g: _splat(builder, from_weights, g * score_stride * 4, lanes) for g in some}
+                if g0 == d0 == 0:
+                    for rest in range(-(-across * element_bytes(kind) // 64) * 64, row_bytes, 64):
+                        _prefetch(builder, value_row, rest)
+                again = _renamed(builder, value_row)
                 for d in columns[::2]:
-                    if not g0:
-                        _ask_for(builder, ahead_row, d, 2 * lanes, kind)
-                    for i, value in enumerate(_load_part(builder, value_row, d, lanes, kind)):
+                    for i, value in enumerate(_load_part(builder, value_row, d, lanes, kind, again)):
                         for g in some:
                             place = sums[g, d + i * lanes]
                             builder.store(_fma(builder, factors[g], value, builder.load(place, typ=vector)), place)

@@ -87,12 +87,16 @@ class ManyCalls:
         return one
 
     def opened(self, one: ManyCall, call: Call) -> None:
-        one.call = call
-        one.news()
+        """A call that has ended while it was opened is closed at once."""
+        if one.number in self._open:
+            one.call = call
+            one.news()
+        else:
+            self._door.close_call(call, None)
 
     def refused(self, one: ManyCall, error: RequestError) -> None:
-        del self._open[one.number]
-        self._tell(one.number, error)
+        if self._open.pop(one.number, None) is not None:
+            self._tell(one.number, error)
 
     def cancel(self, number: int) -> None:
         if (one := self._find(number)) is not None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -11,6 +11,7 @@ from protocol.messages import TokenLogprobs
 from router.admission import ClientRequest
 from router.config import RouterConfig
 from router.grpc_many import MAX_ERRORS, GrpcMany
+from router.many_calls import ManyCalls
 from tests.router.many_stream import generate_request, many_stream
 from tests.router.scripted_core import VOCAB_SIZE, ScriptedCore, Serving, echo, scenario
 from tests.router.test_server_refusals import DAMAGED
@@ -552,3 +553,27 @@ def test_a_call_that_fails_while_another_of_its_answers_has_just_finished_tells_
         assert sum(s.door.totals.total.now.counts) == 1
 
     scenario(test)
+
+
+class ClosingDoor:
+    """As much of a FrontDoor as a call needs that is given up before it is open."""
+
+    def __init__(self) -> None:
+        self.closed: list[object] = []
+
+    def close_call(self, call: object, error: RequestError | None) -> None:
+        self.closed.append((call, error))
+
+
+def test_what_a_call_opens_to_that_was_cancelled_meanwhile_is_closed() -> None:
+    """The cancelling reaches the task that opens it only in the loop's next round."""
+    door = ClosingDoor()
+    calls = ManyCalls(cast(Any, door), lambda: 0.0, lambda: None)
+    opened, refused = calls.start(0, 1), calls.start(1, 1)
+    assert opened is not None and refused is not None
+    calls.cancel(0)
+    calls.cancel(1)
+    calls.opened(opened, cast(Any, "the call"))
+    calls.refused(refused, InvalidRequest("n", 0, "at least 1"))
+    assert door.closed == [("the call", None)]
+    assert (calls.num_open, calls.next_message()) == (0, None)

@@ -6,7 +6,7 @@ import pytest
 
 from simulator.seeds import run_seeds
 from simulator.violation import Violation
-from tests.simulator import engine_bugs, router_bugs
+from tests.simulator import door_bugs, engine_bugs, router_bugs
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -48,6 +48,11 @@ Patch = Callable[[pytest.MonkeyPatch], None]
         (engine_bugs.memory_of_those_who_died_without_a_router_is_kept, "successors"),
         (engine_bugs.peer_that_opens_after_its_death_is_kept, "successors"),
         (engine_bugs.pull_from_a_peer_given_up_while_it_opened, "let go of"),
+        (door_bugs.calls_of_a_dead_door_go_on, "I15"),
+        (door_bugs.steps_that_merge_leave_out_the_later, "I1[56]"),
+        (door_bugs.any_number_of_batches_is_on_the_way, "I16"),
+        (door_bugs.full_doors_get_new_work, "I16"),
+        (door_bugs.answers_outlive_their_core, "not quiet"),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )

@@ -76,7 +76,7 @@ def describe(case: str, arch: int, kernel: Any) -> Compiled:
 
 
 def compile_cases(archs: list[int]) -> list[Compiled]:
-    from tests.engine.kernels.aot_cases import CASES
+    from tests.engine.kernels.aot_cases import cases_of
 
     launched: list[Any] = []
     run = JITFunction.run
@@ -88,7 +88,7 @@ def compile_cases(archs: list[int]) -> list[Compiled]:
     compiled: list[Compiled] = []
     for arch in archs:
         driver.set_active(AbsentDevice(arch))
-        for case, call in CASES.items():
+        for case, call in cases_of(arch).items():
             launched.clear()
             call()
             compiled += [describe(case, arch, kernel) for kernel in launched]

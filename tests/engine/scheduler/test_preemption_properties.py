@@ -50,7 +50,7 @@ class PreemptionMachine(SchedulerMachine):
 
 TestPreemption = PreemptionMachine.TestCase
 TestPreemption.settings = settings(
-    max_examples=300,
+    max_examples=150,
     stateful_step_count=40,
     deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],

@@ -70,6 +70,8 @@ class RouterConfig:
     """The time between two looks at deadlines and timeouts when nothing else happens."""
     max_buffered_tokens: int = 16384
     """How many tokens of one answer may wait for a slow client. If more wait, the request is cancelled."""
+    read_timeout_s: float = 30.0
+    """A request that takes longer to arrive loses its connection, and so does a connection that brings none."""
     write_timeout_s: float = 30.0
     """A client that takes nothing for longer loses its stream."""
     doors: int = 0
@@ -104,7 +106,7 @@ class RouterConfig:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: {getattr(self, name)} is below 1")
         timeouts = ("replica_timeout_s", "router_timeout_s")
-        for name in ("status_interval_s", *timeouts, "tick_interval_s", "write_timeout_s"):
+        for name in ("status_interval_s", *timeouts, "tick_interval_s", "read_timeout_s", "write_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}: {getattr(self, name)} is not above 0")
         if self.queue_ttl_s is not None and not self.queue_ttl_s > 0:

@@ -57,6 +57,7 @@ class GrpcDoor:
             options=[
                 ("grpc.max_receive_message_length", HARD_LIMIT_FACTOR * config.max_message_bytes),
                 ("grpc.so_reuseport", int(config.doors > 0)),  # any other server would silently share the port
+                ("grpc.server_handshake_timeout_ms", math.ceil(1000 * config.read_timeout_s)),
                 ("grpc.keepalive_time_ms", 30_000),
                 ("grpc.keepalive_timeout_ms", 10_000),
                 ("grpc.http2.min_ping_interval_without_data_ms", 10_000),

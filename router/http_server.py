@@ -5,11 +5,14 @@ import math
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import cast
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from protocol.errors import CapacityError
+from router.http_protocol import TimedProtocol
 from router.tls import Certificates
 
 BACKLOG = 2048
@@ -19,8 +22,9 @@ KEEP_ALIVE_S = 10
 
 
 class HttpServer:
-    """A `Listener`. `knob` begins the names of its host and port in RouterConfig. A client that takes nothing for
-    `write_timeout_s` is cut off by the kernel. `share_port`: the other doors of this machine listen on it, too.
+    """A `Listener`. `knob` begins the names of its host and port in RouterConfig. A client that takes longer than
+    `read_timeout_s` for a request is cut off; one that takes nothing for `write_timeout_s` is, by the kernel.
+    `share_port`: the other doors of this machine listen on it, too.
     """
 
     def __init__(
@@ -30,6 +34,7 @@ class HttpServer:
         host: str,
         port: int,
         *,
+        read_timeout_s: float,
         write_timeout_s: float,
         certificates: Certificates | None = None,
         share_port: bool = False,
@@ -37,7 +42,12 @@ class HttpServer:
         self._share_port = share_port
         self._knob, self._host, self._port, self._write_timeout_s = knob, host, port, write_timeout_s
         config = uvicorn.Config(
-            app, http="httptools", ws="none", lifespan="off", log_config=None, timeout_keep_alive=KEEP_ALIVE_S
+            app,
+            http=cast(type[asyncio.Protocol], partial(TimedProtocol, read_timeout_s=read_timeout_s)),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            timeout_keep_alive=KEEP_ALIVE_S,
         )
         config.load()
         if certificates is not None:

@@ -41,6 +41,7 @@ class Listeners:
                 "http",
                 config.http_host,
                 config.http_port,
+                read_timeout_s=config.read_timeout_s,
                 write_timeout_s=config.write_timeout_s,
                 certificates=certificates,
                 share_port=config.doors > 0,

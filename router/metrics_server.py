@@ -27,6 +27,7 @@ def metrics_server(
         "metrics",
         config.metrics_host,
         config.metrics_port,
+        read_timeout_s=config.read_timeout_s,
         write_timeout_s=config.write_timeout_s,
         certificates=certificates,
     )

@@ -7,7 +7,6 @@ import pytest
 
 from cluster.reserved_port import ReservedPort
 from protocol.errors import CapacityError
-from router.config import RouterConfig
 from router.http_server import HttpServer
 from tests.router.scripted_core import ScriptedCore, serving
 
@@ -66,12 +65,12 @@ def test_two_doors_share_a_reserved_port() -> None:
 
 
 def test_two_http_doors_share_a_reserved_port() -> None:
-    held, config = ReservedPort("http_port", "127.0.0.1", 0), RouterConfig()
+    held = ReservedPort("http_port", "127.0.0.1", 0)
 
     async def main() -> None:
         doors = [
             HttpServer(
-                _nothing, "http", "127.0.0.1", held.port, write_timeout_s=config.write_timeout_s, share_port=True
+                _nothing, "http", "127.0.0.1", held.port, read_timeout_s=1.0, write_timeout_s=1.0, share_port=True
             )
             for _ in range(2)
         ]

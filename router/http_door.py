@@ -40,6 +40,7 @@ from router.openai.decode import (
     renamed,
 )
 from router.openai.encode import DONE, ChatWriter, CompletionWriter, Dialect, error_event, total
+from router.openai.schema import document
 from router.request import Usage
 from router.tokenizer import Tokenizer, join_bytes
 from router.version import version
@@ -88,6 +89,7 @@ class HttpDoor:
             "/health": self._health,
             "/ready": self._ready,
             "/version": self._version,
+            "/openapi.json": self._openapi,
         }
         if self._registry is not None:
             gets["/metrics"] = self._metrics
@@ -200,6 +202,9 @@ class HttpDoor:
 
     async def _version(self, request: Request) -> Response:
         return JSONResponse({"version": version()})
+
+    async def _openapi(self, request: Request) -> Response:
+        return JSONResponse(document(version()))
 
     async def _metrics(self, request: Request) -> Response:
         assert self._registry is not None

@@ -8,8 +8,6 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from protocol.errors import CapacityError, Draining
 from router.admission import ClientRequest
@@ -208,37 +206,3 @@ def test_a_taken_port_is_named() -> None:
                     pass
 
     asyncio.run(main())
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=6,
-)
-NAMES = (
-    *("prompt", "messages", "model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "seed", "stop"),
-    *("stop_token_ids", "logit_bias", "logprobs", "top_logprobs", "echo", "stream", "stream_options", "priority"),
-    *("cache_salt", "request_id", "min_tokens", "presence_penalty", "tools", "tokens", "repetition_penalty"),
-)
-bodies = st.dictionaries(st.sampled_from(NAMES), json_values, max_size=4)
-
-
-@settings(max_examples=10, deadline=None)
-@given(st.lists(st.tuples(st.booleans(), bodies) | st.binary(max_size=40), min_size=20, max_size=20))
-def test_no_body_is_the_servers_fault(some: list[tuple[bool, dict[str, Any]] | bytes]) -> None:
-    """Every answer is one, or a refusal with a reason, and nothing stays open."""
-
-    async def test(s: Serving, client: httpx.AsyncClient) -> None:
-        for body in some:
-            if isinstance(body, bytes):
-                data = body
-            else:
-                usual, fields = body
-                data = json.dumps({**({"prompt": "<1>", **CHAT} if usual else {}), **fields}).encode()
-            for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
-                answer = await client.post(path, content=data)
-                assert answer.status_code in (200, 400, 404), (path, data, answer.text)
-                assert answer.status_code == 200 or answer.json()["error"]["message"]
-        assert s.door.num_open == 0
-
-    http_scenario(test, ScriptedCore(echo))

@@ -69,6 +69,7 @@ class CoreSide(Protocol):
     touched: bool
     open: set[str]
 
+    def violation(self, text: str) -> Violation: ...
     def door_up(self, connection: Connection) -> None: ...
     def door_says(self, connection: Connection, message: DoorMessage) -> None: ...
     def door_gone(self, connection: Connection) -> None: ...
@@ -101,7 +102,10 @@ class Door:
 
     def receive(self, connection: Connection, batch: Batch) -> None:
         if self._hears(connection) and not self.put_off(partial(self.receive, connection, batch)):
-            self.link.receive(batch)
+            try:
+                self.link.receive(batch)
+            except KeyError as unknown:
+                raise self._core.violation(f"I15: {self.name} gets {batch}, and {unknown} is not open there") from None
 
     def core_gone(self, connection: Connection) -> None:
         if self._hears(connection) and not self.put_off(partial(self.core_gone, connection)):
@@ -144,6 +148,8 @@ class Seat:
         self._ended = True
         if ended.request_id != client.name:
             client.lost = True  # the core is gone
+            if ended.error is None or ended.error.code != "UNAVAILABLE":
+                self._doors.fail(f"I15: {client.name} is not told that the core is gone: {ended}")
         elif client.received != client.delivered:
             self._doors.fail(f"I15: {client.name} ends with {client.received}, the core delivered {client.delivered}")
         else:
@@ -166,8 +172,12 @@ class SimulatedDoors:
     def now(self) -> float:
         return self._queue.clock.now
 
+    @property
+    def alive(self) -> list[Door]:
+        return list(self._places.values())
+
     def fail(self, text: str) -> None:
-        raise Violation(self._scenario.seed, self.now, text)
+        raise self._core.violation(text)
 
     # ---- the processes
 
@@ -181,10 +191,10 @@ class SimulatedDoors:
 
     def look(self) -> None:
         """Draws what happens to the doors; the supervisor calls it again and again."""
-        for door in list(self._places.values()):
+        for door in self.alive:
             if self._kills_left and self.now > 0.5 and self._queue.chance(0.04):
                 self._kills_left -= 1
-                self._queue.at(self._queue.random.uniform(0.0, 0.1), partial(self._kill, door))
+                self._queue.at(self._queue.random.uniform(0.0, 0.1), partial(self.kill, door))
             elif self._pauses_left and self.now > 0.5 and self._queue.chance(0.04):
                 self._pauses_left -= 1
                 seconds = self._queue.random.uniform(0.1, 2.0)
@@ -207,7 +217,8 @@ class SimulatedDoors:
 
         self._queue.at(self._queue.random.uniform(0.005, 0.3), told)
 
-    def _kill(self, door: Door) -> None:
+    def kill(self, door: Door) -> None:
+        """The process is gone at once, and a successor comes."""
         if not door.alive:
             return
         self._queue.note(f"kill {door.name}")
@@ -227,7 +238,7 @@ class SimulatedDoors:
         if not self._places:
             self._refused(client, RequestFailed("no door is up"))
             return
-        self._submit_at(self._queue.random.choice(list(self._places.values())), client, buffer)
+        self._submit_at(self._queue.random.choice(self.alive), client, buffer)
 
     def _submit_at(self, door: Door, client: Client, buffer: Buffer | None) -> None:
         if door.put_off(partial(self._submit_at, door, client, buffer)):
@@ -251,7 +262,7 @@ class SimulatedDoors:
         if not door.alive or door.put_off(partial(self.cancel, door, client, why)) or client.closed:
             return
         self._queue.num_faults += 1
-        other = self._queue.random.choice(list(self._places.values()))
+        other = self._queue.random.choice(self.alive)
         self._queue.note(f"{why} {client.name} at {door.name} after {len(client.received)} tokens")
         if other is door or self.now < other.resumes_at:
             door.link.cancel([door.seats[client.name].number])

@@ -207,7 +207,10 @@ class RouterDriver:
 
     def _check_open(self, event: Delivered | Ended, names: list[str]) -> None:
         if not self.open.issuperset(names):
-            raise Violation(self._scenario.seed, self._queue.clock.now, f"I13: {event} after the terminal event")
+            raise self.violation(f"I13: {event} after the terminal event")
+
+    def violation(self, text: str) -> Violation:
+        return Violation(self._scenario.seed, self._queue.clock.now, text)
 
     # ---- doors in processes of their own
 

@@ -61,8 +61,8 @@ def retry_after_the_terminal_event(patch: pytest.MonkeyPatch) -> None:
 
 
 def deadline_not_kept_in_the_routers_queue(patch: pytest.MonkeyPatch) -> None:
-    def submit(self: Router, request: ClientRequest) -> None:
-        original(self, request)
+    def submit(self: Router, *requests: ClientRequest, door: Address | None = None) -> None:
+        original(self, *requests, door=door)
         self._timers.cancel(self._num_numbered - 1)
 
     original = Router.submit

@@ -5,8 +5,8 @@
 3. Once the router is up, it is told of each engine that has started and speaks first; the engine answers with `Hello`.
 4. `watch` looks at every process. A dead engine is reported to the router, its shared memory is removed, and a new one
    starts under a higher epoch. A dead router is replaced on the same port, also under a higher epoch, and the new one
-   is told of every live engine. The requests of the dead router are lost. Doors have its ports, and find the new one. A
-   dead door is replaced too; it loses its own calls.
+   is told of every live engine, and of what administrators have ordered. The requests of the dead router are lost.
+   Doors have its ports, and find the new one. A dead door is replaced too; it loses its own calls.
 5. `drain` lets open requests end. `stop` ends all processes and leaves no process, shared memory, folder or port.
 6. When a part of Ray itself dies, nothing can be watched or replaced any more: every step raises ClusterLost.
 
@@ -32,8 +32,10 @@ from cluster.reserved_port import ReservedPort
 from cluster.timings import COMMAND
 from kv_transfer.segment import PREFIX, remove_stale
 from protocol.errors import CapacityError, ClusterLost, StartupError
+from protocol.log import LogLevel
 from protocol.messages import ROUTER_ID, Address
 from protocol.start_times import Phase, phase, phases
+from router.admin import Orders
 from router.config import Ports
 
 if TYPE_CHECKING:
@@ -76,6 +78,10 @@ class Deployment:
     _cpus: list[Core | None] = field(default_factory=list)
     """By bundle: the engine's own CPUs; None where engines share cores, or Ray may place them elsewhere."""
     _vocab_size: int = 0
+    _orders: Orders = field(default_factory=lambda: Orders(frozenset(), {}))
+    """What administrators have ordered of the router, as it said last."""
+    _levels: dict[str, tuple[Address, LogLevel]] = field(default_factory=dict)
+    """By replica id: which process was told which log level last."""
     _drained_at: float | None = None
     """Time at which the drain must be over; None before it begins."""
 
@@ -127,6 +133,7 @@ class Deployment:
                 self._replace_dead(engine, "its messages do not arrive", now)
             else:
                 self._watch(engine, now)
+        self._follow_orders()
         time.sleep(timeout_s)
 
     def drain(self, deadline_s: float) -> int | None:
@@ -267,6 +274,7 @@ class Deployment:
         place.ask("failure", now)
         if place.role == "router":
             self.ports = answer
+            self._ask_router("restore", self._orders)
             for engine in self._engines:
                 if engine.state == "up":
                     self._ask_router("replica_started", engine.live.address)
@@ -276,6 +284,18 @@ class Deployment:
             for door in self._doors:
                 if door.state == "up" and place in (door, self._router):
                     door.live.start("core_up", self._router.live.address)
+
+    def _follow_orders(self) -> None:
+        """Keeps what administrators have ordered for the next router, and tells every process its log level."""
+        self._orders = self._ask_router("orders") or self._orders
+        for place in self._places:
+            level = self._orders.level_of(place.replica_id)
+            if place.state != "up" or level is None:
+                continue
+            told = place.live.address, level
+            if self._levels.get(place.replica_id) != told:
+                place.live.start("set_log_level", level)
+                self._levels[place.replica_id] = told
 
     def _watch(self, place: ReplicaProcess, now: float) -> None:
         if place.state == "down":

@@ -17,7 +17,7 @@ from protocol import start_times  # first, because it notes when imports began
 # isort: split
 from engine.loop import EngineLoop
 from protocol.errors import EngineStalled, startup_errors
-from protocol.log import LogLevel, configure
+from protocol.log import LogLevel, configure, set_level
 from protocol.messages import Address, Envelope
 
 log = logging.getLogger(__name__)
@@ -63,6 +63,9 @@ class EngineActor:
         if isinstance(failure, EngineStalled):
             return str(failure)
         return "".join(traceback.format_exception(failure)) if failure is not None else ""
+
+    def set_log_level(self, level: LogLevel) -> None:
+        set_level(level)
 
     def pid(self) -> int:
         return os.getpid()

@@ -35,6 +35,11 @@ def configure(level: LogLevel, address: Address, stream: TextIO | None = None) -
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter(address))
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+    set_level(level)
+
+
+def set_level(level: LogLevel) -> None:
+    """From now on this process writes lines of that level and above."""
     for package in PACKAGES:
         logging.getLogger(package).setLevel(level.upper())
 

@@ -44,10 +44,10 @@ _ENTRIES = TypeAdapter(list[_Entry])
 
 
 class Accounts:
-    """Those of one file. Raises ConfigError if it cannot be used."""
+    """Those of one file. Raises ConfigError, with the knob's name, if it cannot be used."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, knob: str = "tokens_file") -> None:
+        self._path, self._knob = path, knob
         self._stamp = self._stamp_now()
         self._entries = self._load()
 
@@ -79,23 +79,23 @@ class Accounts:
         try:
             stat = self._path.stat()
         except OSError as error:
-            raise ConfigError(f"tokens_file: {self._path}: {error.strerror}") from None
+            raise ConfigError(f"{self._knob}: {self._path}: {error.strerror}") from None
         return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
     def _load(self) -> list[tuple[str, Account]]:
         try:
             entries = _ENTRIES.validate_python(yaml.safe_load(self._path.read_text()))
         except OSError as error:
-            raise ConfigError(f"tokens_file: {self._path}: {error.strerror}") from None
+            raise ConfigError(f"{self._knob}: {self._path}: {error.strerror}") from None
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError(f"tokens_file: {self._path}: no YAML: {error}") from None
+            raise ConfigError(f"{self._knob}: {self._path}: no YAML: {error}") from None
         except ValidationError as error:
             fault = error.errors(include_url=False, include_input=False)[0]
             place = ".".join(map(str, fault["loc"])) or "the file"
-            raise ConfigError(f"tokens_file: {self._path}: {place}: {fault['msg']}") from None
+            raise ConfigError(f"{self._knob}: {self._path}: {place}: {fault['msg']}") from None
         names = [entry.name for entry in entries]
         if twice := {name for name in names if names.count(name) > 1}:
-            raise ConfigError(f"tokens_file: {self._path}: name: {', '.join(sorted(twice))} is there twice")
+            raise ConfigError(f"{self._knob}: {self._path}: name: {', '.join(sorted(twice))} is there twice")
         return [(entry.sha256, Account(entry.name, entry.max_in_flight, entry.tokens_per_minute)) for entry in entries]
 
 

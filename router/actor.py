@@ -17,8 +17,9 @@ from protocol import start_times  # first, because it notes when imports began
 # isort: split
 from protocol.delivery import Incoming, Outgoing
 from protocol.errors import startup_errors
-from protocol.log import LogLevel, configure
+from protocol.log import LogLevel, configure, set_level
 from protocol.messages import ROUTER_ID, Address, Envelope, Message
+from router.admin import Admin, Orders
 from router.config import Ports, RouterConfig
 from router.core_loop import CoreLoop, OwnLink
 from router.door_socket import CoreSocket, socket_name
@@ -66,6 +67,7 @@ class RouterActor:
         self._model_dir, self._vocab_size = model_dir, vocab_size
         self._inbox: asyncio.Queue[Envelope] = asyncio.Queue()
         self._socket = CoreSocket(self._loop, socket_name(socket_prefix, address))
+        self._admin = Admin(self._core, pump=self._loop.pump, doors=lambda: self._socket.doors, clock=time.monotonic)
         self._door: FrontDoor | None = None
         self._serving: asyncio.Future[tuple[None, None, None]] | None = None
 
@@ -77,7 +79,7 @@ class RouterActor:
     async def _start(self) -> Ports:
         config, parts, totals = self._config, Listeners(self._config), self._loop.doors.totals
         collector = RouterCollector(self._core, totals, model_name(self._model_dir))
-        listeners = parts.of_core(collector)
+        listeners = parts.of_core(collector, self._admin)
         if not config.doors:
             self._door = make_door(OwnLink(self._loop), config, self._model_dir, self._vocab_size, totals)
             listeners |= parts.of_door(self._door, collector)
@@ -120,6 +122,17 @@ class RouterActor:
             self._core.replica_lost(address)
         lost, self._core.lost = self._core.lost, []
         return lost
+
+    async def orders(self) -> Orders:
+        """Returns what administrators have ordered, for the supervisor to keep."""
+        return self._admin.orders
+
+    async def restore(self, orders: Orders) -> None:
+        """Takes over the orders that the router before this one had. Called before it hears of any engine."""
+        self._admin.restore(orders)
+
+    async def set_log_level(self, level: LogLevel) -> None:
+        set_level(level)
 
     async def ready(self) -> bool:
         return self._core.ready

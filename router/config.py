@@ -14,6 +14,8 @@ class Ports(NamedTuple):
     grpc_port: int
     http_port: int | None
     metrics_port: int
+    admin_port: int | None = None
+    """None if there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +34,14 @@ class RouterConfig:
     """The interface on which Prometheus finds the whole deployment's metrics."""
     metrics_port: int = 9464
     """The port to listen on. With 0 the system chooses a free one."""
+    admin_host: str = "127.0.0.1"
+    """The interface on which administrators are served."""
+    admin_port: int | None = None
+    """The port to listen on. With 0 the system chooses a free one. None: nobody administrates the running system."""
+    admin_tokens_file: str | None = None
+    """The file of administrators, in the form of `tokens_file`. With None whoever reaches the port is one, which only
+    the loopback interface allows, and only where clients need no token either.
+    """
     tls_cert_file: str | None = None
     """A PEM file with the certificate chain of all ports, its own first. With None they speak plaintext."""
     tls_key_file: str | None = None
@@ -82,7 +92,7 @@ class RouterConfig:
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise ConfigError(f"policy: {self.policy!r} is not one of {', '.join(POLICIES)}")
-        for name in ("grpc_port", "http_port", "metrics_port"):
+        for name in ("grpc_port", "http_port", "metrics_port", "admin_port"):
             port = getattr(self, name)
             if port is not None and not 0 <= port <= 65535:
                 raise ConfigError(f"{name}: {port} is not in [0, 65535]")
@@ -91,12 +101,13 @@ class RouterConfig:
         if self.tls_client_ca_file is not None and self.tls_cert_file is None:
             raise ConfigError("tls_client_ca_file: needs tls_cert_file and tls_key_file")
         if self.tls_cert_file is None and not self.insecure:
-            for name in ("grpc_host", "http_host", "metrics_host"):
+            for name in ("grpc_host", "http_host", "metrics_host", "admin_host"):
                 if not _is_loopback(host := getattr(self, name)):
                     raise ConfigError(
                         f"{name}: other machines reach {host}, and the port speaks plaintext: give tls_cert_file and "
                         "tls_key_file, or set insecure: true where something before it has TLS"
                     )
+        self._check_admin()
         if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
             raise ConfigError(f"otlp_endpoint: {self.otlp_endpoint!r} is no URL of http or https")
         for name in ("min_disaggregated_tokens", "doors"):
@@ -115,10 +126,22 @@ class RouterConfig:
             if (value := getattr(self, name)) <= self.status_interval_s:
                 raise ConfigError(f"{name}: {value} is not above status_interval_s {self.status_interval_s}")
 
+    def _check_admin(self) -> None:
+        if self.admin_port is None:
+            if self.admin_tokens_file is not None:
+                raise ConfigError("admin_tokens_file: needs admin_port")
+        elif self.admin_tokens_file is None:
+            if not _is_loopback(self.admin_host):
+                raise ConfigError(f"admin_host: other machines reach {self.admin_host}: give admin_tokens_file")
+            if self.tokens_file is not None:
+                raise ConfigError("admin_port: clients need a token, and administrators none: give admin_tokens_file")
+        elif self.admin_tokens_file == self.tokens_file:
+            raise ConfigError("admin_tokens_file: is tokens_file, and every client would be an administrator")
+
     @property
     def ports(self) -> Ports:
         """Those that are asked for; 0 stands for a free one."""
-        return Ports(self.grpc_port, self.http_port, self.metrics_port)
+        return Ports(self.grpc_port, self.http_port, self.metrics_port, self.admin_port)
 
 
 def _is_loopback(host: str) -> bool:

@@ -14,7 +14,7 @@ from protocol import start_times  # first, because it notes when imports began
 
 # isort: split
 from protocol.errors import startup_errors
-from protocol.log import LogLevel, configure
+from protocol.log import LogLevel, configure, set_level
 from protocol.messages import Address
 from router.actor import STOP_GRACE_S, SWITCH_INTERVAL_S
 from router.config import Ports, RouterConfig
@@ -74,6 +74,9 @@ class DoorActor:
     async def core_up(self, core: Address) -> None:
         """Takes note of a router that has started."""
         self._link.core_up(core)
+
+    async def set_log_level(self, level: LogLevel) -> None:
+        set_level(level)
 
     async def failure(self) -> str:
         """Returns why the door can no longer work, or "" while it can."""

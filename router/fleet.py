@@ -1,11 +1,11 @@
 """The engines as the router knows them: which have started, which are up, how busy they are, and what they can hold."""
 
 import logging
-from collections.abc import Iterator, Sequence
-from typing import cast
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, cast
 
 from protocol.clock import Clock
-from protocol.errors import InvalidRequest, RequestFailed
+from protocol.errors import InvalidRequest, NotFound, RequestFailed
 from protocol.log import label
 from protocol.messages import (
     Address,
@@ -35,6 +35,10 @@ class Fleet:
         self._timeout_s = replica_timeout_s
         self._started: dict[str, Address] = {}
         self._replicas: dict[Address, ReplicaView] = {}
+        self._drained: set[str] = set()
+        """Replica ids of those that an administrator has drained. The order outlives the engine's process."""
+        self._roles: dict[str, PoolName] = {}
+        """The pool of every replica that has ever said hello, by replica id."""
         self._past: dict[str, ReplicaTotals] = {}
         """By replica id, what its past lives have counted, as of the last status of each."""
         self.limits: Limits | None = None
@@ -51,6 +55,13 @@ class Fleet:
 
     def has_up(self, role: PoolName) -> bool:
         return any(replica.hello.role == role and replica.state == "up" for replica in self)
+
+    def why_away(self, role: PoolName) -> str:
+        """Why no replica of a pool takes anything new; "" if one does."""
+        if self.has_up(role):
+            return ""
+        drains = any(replica.state == "draining" for replica in self.pool(role))
+        return f"no {role} engine is up" + (", those that are there drain" if drains else "")
 
     def pool(self, role: PoolName) -> list[ReplicaView]:
         return [replica for replica in self if replica.hello.role == role]
@@ -116,7 +127,9 @@ class Fleet:
     def on_hello(self, envelope: Envelope) -> None:
         """Adds an engine. Decode engines are told of prefill engines, whichever comes up first."""
         hello, address = cast(Hello, envelope.message), envelope.sender
-        self._replicas[address] = ReplicaView(address, hello, self._clock())
+        self._replicas[address] = replica = ReplicaView(address, hello, self._clock())
+        replica.state = self._state_of(replica)
+        self._roles[address.replica_id] = hello.role
         log.info("replica up", extra={"peer": label(address), "num_blocks": hello.num_blocks})
         if hello.role == "prefill":
             self.max_prefill_tokens = max(self.max_prefill_tokens, hello.max_prompt_tokens)
@@ -139,10 +152,9 @@ class Fleet:
         replica.hashes.update(status.hashes_added)
         replica.hashes.difference_update(status.hashes_removed)
         if replica.state == "suspected":
-            replica.state = "up"
             log.info("replica up again", extra={"peer": label(envelope.sender)})
-        if status.state == "draining":  # ordered by someone else, perhaps by a previous router
-            replica.state = "draining"
+        replica.ending |= status.state == "draining"  # ordered by someone else, perhaps by a previous router
+        replica.state = self._state_of(replica)
 
     def suspect(self, address: Address) -> None:
         if address in self._replicas:
@@ -157,9 +169,39 @@ class Fleet:
             self.suspect(address)
         return silent
 
+    def _state_of(self, replica: ReplicaView) -> Literal["up", "draining"]:
+        """The state of a replica that speaks."""
+        return "draining" if replica.ending or replica.address.replica_id in self._drained else "up"
+
+    @property
+    def drained(self) -> frozenset[str]:
+        """Replica ids of those that an administrator has drained, whether they are there or not."""
+        return frozenset(self._drained)
+
+    @property
+    def roles(self) -> dict[str, PoolName]:
+        """The pool of every replica that has ever said hello, by replica id."""
+        return dict(self._roles)
+
+    def restore_drained(self, replica_ids: Iterable[str]) -> None:
+        """Takes over the orders that a previous router had."""
+        self._drained.update(replica_ids)
+
+    def set_drained(self, replica_id: str, drained: bool) -> None:
+        """Raises NotFound for a replica that was never heard of."""
+        if replica_id not in self._roles and replica_id not in self._drained:
+            raise NotFound("replica", repr(replica_id), f"the engines are {', '.join(sorted(self._roles)) or 'away'}")
+        (self._drained.add if drained else self._drained.discard)(replica_id)
+        for replica in self:
+            if replica.address.replica_id == replica_id and replica.state != "suspected":
+                replica.state = self._state_of(replica)
+        log.info("replica drains" if drained else "replica drains no more", extra={"peer": replica_id})
+
     def drain(self, address: Address, deadline_s: float) -> None:
+        """Orders an engine to be done with all that it has by its deadline, after which it ends."""
         if address in self._replicas:
-            self._replicas[address].state = "draining"
+            replica = self._replicas[address]
+            replica.ending, replica.state = True, "draining"
             log.info("replica drains", extra={"peer": label(address), "deadline_s": deadline_s})
             self._outbox.append((address, Drain(deadline_s=deadline_s)))
 

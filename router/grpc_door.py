@@ -13,18 +13,19 @@ import math
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import TypeVar
 
 import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from protocol.errors import CapacityError, RequestCancelled, RequestError
+from protocol.errors import RequestCancelled, RequestError
 from router.accounts import Accounts
 from router.admission import Account
 from router.config import RouterConfig
 from router.frontdoor import FrontDoor
+from router.grpc_calls import Guard, bind, unary
 from router.grpc_codec import decode_bytes, decode_generate, decode_prompt, encode_load, encode_piece
 from router.grpc_many import GrpcMany
 from router.grpc_status import Context, abort, header
@@ -53,7 +54,7 @@ class GrpcDoor:
     ) -> None:
         self._door, self._config, self._certificates, self._accounts = door, config, certificates, accounts
         self._server = grpc.aio.server(
-            interceptors=[_Guard(accounts)] if accounts is not None else [],
+            interceptors=[Guard(accounts)] if accounts is not None else [],
             options=[
                 ("grpc.max_receive_message_length", HARD_LIMIT_FACTOR * config.max_message_bytes),
                 ("grpc.so_reuseport", int(config.doors > 0)),  # any other server would silently share the port
@@ -87,20 +88,10 @@ class GrpcDoor:
 
     async def start(self) -> int:
         """Returns the port. Raises CapacityError if it is taken."""
-        host = f"[{self._config.grpc_host}]" if ":" in self._config.grpc_host else self._config.grpc_host
-        try:
-            address = f"{host}:{self._config.grpc_port}"
-            if self._certificates is None:
-                port = self._server.add_insecure_port(address)
-            else:
-                port = self._server.add_secure_port(address, self._certificates.credentials())
-        except RuntimeError as error:
-            raise CapacityError(
-                f"grpc_port: {host}:{self._config.grpc_port} is taken, or not an address of this machine"
-            ) from error
+        port = bind(self._server, "grpc_port", self._config.grpc_host, self._config.grpc_port, self._certificates)
         await self._report_health()
         await self._server.start()
-        return int(port)
+        return port
 
     async def run(self) -> None:
         """Reports health and ends streams whose clients take nothing, once per tick, until it is cancelled."""
@@ -183,17 +174,7 @@ class GrpcDoor:
         return self._accounts.authenticate(header(context.invocation_metadata(), "authorization"))
 
     def _unary(self, kind: type[M], answer: Callable[[Callable[[], M]], Awaitable[Message]]) -> grpc.RpcMethodHandler:
-        """Returns a handler of a call with one answer. `answer` gets a function that parses its request."""
-
-        async def handle(data: bytes, context: Context) -> Message:
-            try:
-                return await answer(partial(decode_bytes, kind, data, self._config.max_message_bytes))
-            except RequestError as error:
-                await abort(context, error)
-
-        return grpc.unary_unary_rpc_method_handler(
-            handle, response_serializer=lambda message: message.SerializeToString()
-        )
+        return unary(kind, answer, self._config.max_message_bytes)
 
     async def _tokenize(self, read: Callable[[], pb.TokenizeRequest]) -> pb.TokenizeResponse:
         token_ids = await self._door.tokenize(lambda: decode_prompt(read()))
@@ -253,35 +234,3 @@ class _Writer:
     def give_up(self) -> None:
         self.since, self.gave_up = math.inf, True
         self.task.cancel()
-
-
-class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio ships no types
-    """Refuses calls without a token, but for health, which load balancers ask for."""
-
-    def __init__(self, accounts: Accounts) -> None:
-        self._accounts = accounts
-
-    async def intercept_service(self, continuation: Any, details: Any) -> Any:
-        handler = await continuation(details)
-        if handler is None or details.method.startswith(f"/{health.SERVICE_NAME}/"):
-            return handler
-        try:
-            self._accounts.authenticate(header(details.invocation_metadata, "authorization"))
-        except RequestError as error:
-            return _refusal(handler, error)
-        return handler
-
-
-def _refusal(handler: Any, error: RequestError) -> grpc.RpcMethodHandler:
-    """A handler of the same kind of call, which ends it with the error."""
-
-    async def refuse(request: Any, context: Context) -> NoReturn:
-        await abort(context, error)
-
-    kinds = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }
-    return kinds[handler.request_streaming, handler.response_streaming](refuse)

@@ -5,8 +5,10 @@ from pathlib import Path
 from prometheus_client.registry import Collector
 
 from router.accounts import Accounts
+from router.admin import Admin
 from router.config import RouterConfig
 from router.frontdoor import FrontDoor
+from router.grpc_admin import GrpcAdmin
 from router.grpc_door import GrpcDoor
 from router.http_door import OPEN_PATHS, HttpDoor
 from router.http_endpoint import Guard
@@ -48,10 +50,14 @@ class Listeners:
             )
         return listeners
 
-    def of_core(self, collector: Collector) -> dict[str, Listener]:
+    def of_core(self, collector: Collector, admin: Admin) -> dict[str, Listener]:
         """By the names of `Ports`."""
-        return {
-            "metrics_port": metrics_server(
-                collector, self._config, certificates=self._certificates, accounts=self._accounts
-            )
+        config, certificates = self._config, self._certificates
+        listeners: dict[str, Listener] = {
+            "metrics_port": metrics_server(collector, config, certificates=certificates, accounts=self._accounts)
         }
+        if config.admin_port is not None:
+            file = config.admin_tokens_file
+            admins = Accounts(Path(file), "admin_tokens_file") if file is not None else None
+            listeners["admin_port"] = GrpcAdmin(admin, config, certificates=certificates, admins=admins)
+        return listeners

@@ -82,16 +82,7 @@ def waiting_requests(scrape: Scrape) -> Iterator[Sample]:
 def kv_blocks(scrape: Scrape) -> Iterator[Sample]:
     """Reads each engine's KV blocks by state. The states add up to `num_blocks` - 1, because block 0 is never used."""
     for replica in scrape.replicas:
-        status = replica.status
-        if status is None:
-            continue
-        states = {
-            "used": replica.hello.num_blocks - 1 - status.num_free_blocks - status.num_held_blocks,
-            "held": status.num_held_blocks,
-            "cached": status.num_cached_blocks,
-            "blank": status.num_free_blocks - status.num_cached_blocks,
-        }
-        for state, number in states.items():
+        for state, number in replica.blocks_by_state.items():
             yield (replica.hello.role, replica.address.replica_id, state), number
 
 

@@ -26,6 +26,7 @@ class ReplicaView:
     hello: Hello
     heard_at: float
     state: Literal["up", "suspected", "draining"] = "up"
+    """Only an engine that is up gets anything new."""
     in_flight: int = 0
     """How many attempts were dispatched to it and are not over."""
     num_dispatched: int = 0
@@ -39,6 +40,8 @@ class ReplicaView:
     status: ReplicaStatus | None = None
     hashes: set[bytes] = field(default_factory=set)
     """Hashes of the blocks in its prefix cache, according to its statuses."""
+    ending: bool = False
+    """Whether it drains to its own end, which nobody can take back."""
 
     @property
     def num_places(self) -> int:
@@ -64,6 +67,19 @@ class ReplicaView:
     def holds(self, ask: "PlacementRequest") -> bool:
         """Whether it has room for the whole answer, whose last token needs none."""
         return ask.num_tokens + ask.max_tokens - 1 <= self.max_known_tokens
+
+    @property
+    def blocks_by_state(self) -> dict[str, int]:
+        """How many blocks are in each state, by the last status; empty before it."""
+        status = self.status
+        if status is None:
+            return {}
+        return {
+            "used": self.hello.num_blocks - 1 - status.num_free_blocks - status.num_held_blocks,
+            "held": status.num_held_blocks,
+            "cached": status.num_cached_blocks,
+            "blank": status.num_free_blocks - status.num_cached_blocks,
+        }
 
     def num_used_blocks(self, now: float) -> int:
         """Blocks in use, by the last status and what was dispatched since; by the attempts in flight if it is stale."""

@@ -13,7 +13,7 @@ The file is long because it is one state table: split, the life of a request wou
 
 import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import cast
 
@@ -41,6 +41,7 @@ from protocol.messages import (
     Hello,
     Message,
     PeerGap,
+    PoolName,
     ReplicaStatus,
     RequestKey,
     StepTokens,
@@ -155,10 +156,10 @@ class Router:
         """Why no request is served at present, or None. `submit` and `ready` both follow this rule."""
         if self._draining:
             return Draining("the deployment is draining")
-        if not self._fleet.has_up("decode"):
-            return RequestFailed("no decode engine is up")
-        if self._config.disaggregation == "strict" and not self._fleet.has_up("prefill"):
-            return RequestFailed("disaggregation is strict and no prefill engine is up")
+        if why := self._fleet.why_away("decode"):
+            return RequestFailed(why)
+        if self._config.disaggregation == "strict" and (why := self._fleet.why_away("prefill")):
+            return RequestFailed(f"disaggregation is strict and {why}")
         return None
 
     def _check(self, request: ClientRequest) -> int:
@@ -240,6 +241,25 @@ class Router:
         """Sends nothing new to an engine. Requests that it still has at the deadline come back and go elsewhere."""
         self._fleet.drain(address, deadline_s)
 
+    def set_drained(self, replica_id: str, drained: bool) -> str:
+        """Sends nothing new to an engine, and to none that takes its place, until that is taken back. What it has ends
+        there in its own time; what it gives back goes elsewhere.
+
+        Returns what that means for new requests; "" if nothing. Requests that wait go on waiting, whatever it is.
+        Raises NotFound for an engine that was never heard of.
+        """
+        self._fleet.set_drained(replica_id, drained)
+        self._dispatch()
+        if (refusal := self._refusal()) is not None:
+            return f"new requests are refused: {refusal}"
+        alone = self._config.disaggregation == "auto" and self._fleet.roles.get(replica_id) == "prefill"
+        why = self._fleet.why_away("prefill") if alone else ""
+        return f"{why}: decode engines compute the prompts that fit there, others are refused" if why else ""
+
+    def restore_drained(self, replica_ids: Iterable[str]) -> None:
+        """Takes over the orders that a router before this one had. Called before any engine has said hello."""
+        self._fleet.restore_drained(replica_ids)
+
     def drain(self, deadline_s: float) -> None:
         """Takes no new requests. Those still open in `deadline_s` seconds are ended with an error."""
         self._draining = True
@@ -302,6 +322,16 @@ class Router:
     def replicas(self) -> Iterator[ReplicaView]:
         """Iterates over all engines that have said hello and are not down."""
         return iter(self._fleet)
+
+    @property
+    def drained_replicas(self) -> frozenset[str]:
+        """Replica ids of the engines that an administrator has drained."""
+        return self._fleet.drained
+
+    @property
+    def roles(self) -> dict[str, PoolName]:
+        """The pool of every engine that has ever said hello, by replica id."""
+        return self._fleet.roles
 
     def active(self) -> list[ActiveRequest]:
         """Returns the requests that engines work on."""

@@ -41,9 +41,8 @@ class Way:
         self._plan(action)
 
     def _plan(self, action: Action) -> None:
-        now = self._queue.clock.now
-        self._last_at = max(self._last_at, now + self._seconds())
-        self._queue.at(self._last_at - now, action)
+        self._last_at = max(self._last_at, self._queue.clock.now + self._seconds())
+        self._queue.at_time(self._last_at, action)
 
     def _arrive(self, index: int, action: Action) -> None:
         if index < self._num_arriving:
@@ -116,7 +115,7 @@ class Door:
         """Plans an action for the end of a pause. Returns False if there is none."""
         if self._queue.clock.now >= self.resumes_at:
             return False
-        self._queue.at(self.resumes_at - self._queue.clock.now, action)
+        self._queue.at_time(self.resumes_at, action)
         return True
 
     def _hears(self, connection: Connection) -> bool:

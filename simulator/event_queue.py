@@ -24,7 +24,11 @@ class EventQueue:
         self._order = itertools.count()
 
     def at(self, delay_s: float, action: Action) -> None:
-        heapq.heappush(self._heap, (self.clock.now + delay_s, next(self._order), action))
+        self.at_time(self.clock.now + delay_s, action)
+
+    def at_time(self, time_s: float, action: Action) -> None:
+        """Plans what must not move by the rounding of a difference of times, because it has to keep an order."""
+        heapq.heappush(self._heap, (time_s, next(self._order), action))
 
     def next(self) -> Action | None:
         """Advances the clock to the next action and returns it; None if nothing is planned."""

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 
 from protocol.delivery import Incoming, Outgoing
-from protocol.errors import RequestError, RequestFailed
-from protocol.messages import ROUTER_ID, Address, Envelope, Message
+from protocol.errors import NotFound, RequestError, RequestFailed
+from protocol.messages import ROUTER_ID, Address, EngineRequest, Envelope, Message
 from router.buffer import Buffer
 from router.door_messages import DoorMessage
 from router.request import Delivered, Ended
@@ -45,6 +45,8 @@ class RouterDriver:
         """Buffers of the clients that will stop reading, by request id."""
         self._kills_left, self._pauses_left = scenario.faults.router_kills, scenario.faults.router_pauses
         self._resumes_at = self._ticks_late_s = 0.0
+        self.drained: set[str] = set()
+        """Replica ids of the engines that the administrator has drained, as the supervisor keeps them."""
         self.doors = SimulatedDoors(queue, scenario, self) if scenario.num_doors else None
         self.router: Router
         self._far: CoreOfDoors | None
@@ -70,6 +72,7 @@ class RouterDriver:
         if self._audit is not None:
             self._audit.router_starts(self.router)
         self._queue.note(f"start router epoch {address.epoch}")
+        self.router.restore_drained(self.drained)
         for engine in engines:
             self.router.replica_started(engine)
         self.flush()
@@ -117,7 +120,24 @@ class RouterDriver:
         """
         if self._queue.clock.now >= self._resumes_at:
             return False
-        self._queue.at(self._resumes_at - self._queue.clock.now + late_s, action)
+        self._queue.at_time(self._resumes_at + late_s, action)
+        return True
+
+    # ---- the administrator
+
+    def set_drained(self, name: str, drained: bool) -> bool:
+        """Drains an engine, or takes that back. Returns False if the router does not hear it, or knows no such engine.
+        It keeps to the order from now on, also in its next lives.
+        """
+        if not self.alive or self._queue.clock.now < self._resumes_at:
+            return False
+        try:
+            self.router.set_drained(name, drained)
+        except NotFound:
+            return False
+        self._queue.note(f"order: {'drain' if drained else 'undrain'} {name}")
+        (self.drained.add if drained else self.drained.discard)(name)
+        self.flush()
         return True
 
     # ---- clients
@@ -261,6 +281,8 @@ class RouterDriver:
 
     def _send(self, receiver: Address, message: Message) -> None:
         envelope = self._outgoing.envelope(receiver, message)
+        if isinstance(message, EngineRequest) and receiver.replica_id in self.drained:
+            raise self.violation(f"I17: {message.key.request_id} goes to {receiver.replica_id}, which is drained")
         if self._audit is not None:
             self._audit.router_says(envelope)
         self._wire.send(envelope)

@@ -65,6 +65,8 @@ class Faults:
     """A door does nothing for a while, and takes no batch."""
     drains: int = 0
     """Engines are drained, ended and replaced."""
+    orders: int = 0
+    """An administrator drains an engine, and takes that back later."""
     scale_ups: int = 0
     scale_downs: int = 0
     """Engines are drained and ended for good."""
@@ -92,6 +94,7 @@ ALL_FAULTS = Faults(
     door_kills=2,
     door_pauses=2,
     drains=1,
+    orders=2,
     scale_ups=1,
     scale_downs=1,
     stall=0.002,

@@ -2,6 +2,7 @@
 happens to them.
 """
 
+import random
 from collections import Counter
 from functools import partial
 from typing import get_args
@@ -28,6 +29,9 @@ class Supervisor:
         self._left = Counter(
             kills=faults.kills, drains=faults.drains, scale_ups=faults.scale_ups, scale_downs=faults.scale_downs
         )
+        self._orders = random.Random(f"orders {scenario.seed}")
+        """Draws what an administrator does."""
+        self._num_orders = faults.orders
         self._sizes = Counter(prefill=scenario.num_prefill, decode=scenario.num_decode)
         """How many names were given so far, by pool."""
         for pool, size in self._sizes.items():
@@ -51,6 +55,9 @@ class Supervisor:
             self._queue.note(f"scale up {pool}")
             self._engines.start(f"{pool}-{self._sizes[pool]}")
             self._sizes[pool] += 1
+        if self._num_orders and self._queue.clock.now > CALM_S and self._orders.random() < 0.05:
+            self._num_orders -= 1
+            self._order()
         self._driver.lost.clear()
         self._queue.at(TICK_S, self._look)
 
@@ -95,6 +102,18 @@ class Supervisor:
             self._queue.note(f"stop {replica.name} within {deadline_s:.2f} s")
             replica.service.handle(Envelope(replica.address, replica.address, 0, Drain(deadline_s=deadline_s)))
             self._engines.turn(replica)
+
+    def _order(self) -> None:
+        """An administrator drains an engine that is there, or one that is away, and takes that back later."""
+        names = sorted({*self._engines.replicas, *self._engines.awaited})
+        name = self._orders.choice(names)
+        if self._driver.set_drained(name, True):
+            self._queue.num_faults += 1
+            self._queue.at(self._orders.choice([0.1, 4.0, 12.0]) * self._orders.random(), partial(self._undrain, name))
+
+    def _undrain(self, name: str) -> None:
+        if not self._driver.set_drained(name, False):
+            self._queue.at(TICK_S, partial(self._undrain, name))
 
     # ---- ends and successors
 

@@ -1,45 +1,26 @@
 """The `twopass` command. The client's commands are here; the server's are added where its packages are installed."""
 
 import importlib
-from collections.abc import Callable
-from functools import wraps
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, ParamSpec
+from typing import Annotated
 
 import typer
 
+from twopass.admin_commands import app as admin
 from twopass.client import Client
-from twopass.console import plain_console
-from twopass.errors import TwopassError
+from twopass.console import plain_console, reported
 from twopass.types import GenerateOptions
-
-P = ParamSpec("P")
 
 SERVER_COMMANDS = ("serve", "plan", "demo", "replay", "simulate", "token")
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Disaggregated LLM serving."
 )
+app.add_typer(admin, name="admin")
 console = plain_console(stderr=True)
-
-
-def reported(command: Callable[P, None]) -> Callable[P, None]:
-    """Turns errors of the client library into one line and exit code 2, and Ctrl-C into exit code 130."""
-
-    @wraps(command)
-    def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            command(*args, **kwargs)
-        except TwopassError as error:
-            console.print(f"{type(error).__name__}: {error}", style="bold red")
-            raise typer.Exit(2) from None
-        except KeyboardInterrupt:
-            raise typer.Exit(130) from None
-
-    return run
 
 
 @app.command()

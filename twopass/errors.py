@@ -4,6 +4,7 @@ TwopassError
 ├── RequestError              one call ended without its answer; `status` names its gRPC status,
                               `retryable` says whether it may be tried again
 │   ├── InvalidRequest        INVALID_ARGUMENT     it can never be served as it is; `field` names what is wrong
+│   ├── NotFound              NOT_FOUND            what it names is not there
 │   ├── RequestTooLarge       RESOURCE_EXHAUSTED   the message exceeds the server's hard limit
 │   ├── Overloaded            RESOURCE_EXHAUSTED   retryable, after `retry_after_s`
 │   ├── Unavailable           UNAVAILABLE          retryable: no server, a draining one, or all attempts failed
@@ -38,6 +39,10 @@ class InvalidRequest(RequestError):
     def __init__(self, message: str, *, field: str = "", status: str = "INVALID_ARGUMENT") -> None:
         super().__init__(message, status=status)
         self.field = field
+
+
+class NotFound(RequestError):
+    """What the request names is not there. The text says what is."""
 
 
 class RequestTooLarge(RequestError):
@@ -85,6 +90,7 @@ class ClientClosed(TwopassError):
 
 
 _BY_STATUS: dict[str, type[RequestError]] = {
+    "NOT_FOUND": NotFound,
     "UNAVAILABLE": Unavailable,
     "DEADLINE_EXCEEDED": DeadlineExceeded,
     "CANCELLED": Cancelled,

@@ -2,12 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from protocol.errors import RequestCancelled, RequestError
-from protocol.messages import Address, Envelope, FinishReason, Message, TokenLogprobs
+from protocol.errors import NotFound, RequestCancelled, RequestError
+from protocol.messages import Address, Envelope, FinishReason, Message, PoolName, TokenLogprobs
 from router.admission import ClientRequest
 from router.config import RouterConfig
 from router.core_loop import CoreLoop, OwnLink
@@ -34,6 +34,7 @@ class ScriptedCore:
         self.ready = True
         self.num_queued = self.num_open = 0
         self.engines: list[ReplicaView] = []
+        self.drained_replicas: frozenset[str] = frozenset()
         self.calls: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
         self.cancelled: list[str] = []
         self.tick_error: Exception | None = None
@@ -59,6 +60,19 @@ class ScriptedCore:
 
     def release(self, door: Address) -> None:
         self.calls.put_nowait(("release", door))
+
+    @property
+    def roles(self) -> dict[str, PoolName]:
+        return {view.address.replica_id: view.hello.role for view in self.engines}
+
+    def set_drained(self, replica_id: str, drained: bool) -> str:
+        if replica_id not in self.roles:
+            raise NotFound("replica", repr(replica_id), f"the engines are {', '.join(self.roles)}")
+        self.drained_replicas ^= {replica_id}
+        return "an effect" if drained else ""
+
+    def restore_drained(self, replica_ids: Iterable[str]) -> None:
+        self.drained_replicas |= {*replica_ids}
 
     def replicas(self) -> Iterator[ReplicaView]:
         return iter(self.engines)

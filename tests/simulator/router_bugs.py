@@ -8,7 +8,8 @@ from protocol.errors import RequestCancelled, RequestError
 from protocol.messages import Address, Envelope, FinishReason, StepTokens
 from router import policy
 from router.admission import ClientRequest, Limits
-from router.policy import Route
+from router.fleet import Fleet
+from router.policy import ReplicaView, Route
 from router.request import ActiveRequest, Delivered
 from router.router import Router
 
@@ -122,3 +123,24 @@ def no_hit_taken_for_not_told(patch: pytest.MonkeyPatch) -> None:
 
     original = Router.handle
     patch.setattr(Router, "handle", handle)
+
+
+def drained_engine_gets_more(patch: pytest.MonkeyPatch) -> None:
+    def num_places(self: ReplicaView) -> int:
+        known = self.state in ("up", "draining") and not self.ending
+        return max(0, self.hello.max_num_seqs + policy.DISPATCH_AHEAD - self.in_flight) if known else 0
+
+    patch.setattr(ReplicaView, "num_places", property(num_places))
+
+
+def order_ends_with_the_engine(patch: pytest.MonkeyPatch) -> None:
+    def down(self: Fleet, address: Address) -> None:
+        self._drained.discard(address.replica_id)
+        original(self, address)
+
+    original = Fleet.down
+    patch.setattr(Fleet, "down", down)
+
+
+def order_ends_with_the_router(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Router, "restore_drained", lambda self, replica_ids: None)

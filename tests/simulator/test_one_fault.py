@@ -36,6 +36,23 @@ def test_drains_and_scaling_lose_nothing() -> None:
                 assert client.refused is not None
 
 
+def test_an_administrators_orders_cost_no_attempt() -> None:
+    """What a drained engine has ends there. Only where the last one of a pool is drained are requests refused."""
+    simulations = runs(Faults(orders=4), 20, 2)
+    lines = "\n".join(line for simulation in simulations for line in simulation.log)
+    assert lines.count("order: drain") > 40 and lines.count("order: undrain") > 20
+    num_refused = 0
+    for simulation in simulations:
+        assert simulation.router.counters["retries"] == 0
+        for client in simulation.clients.values():
+            if client.ended is not None:
+                assert client.ended.error is None, (simulation.seed, client.ended)
+            elif isinstance(client.refused, RequestFailed):
+                assert "those that are there drain" in str(client.refused)
+                num_refused += 1
+    assert num_refused > 0
+
+
 def test_a_pool_grows_and_shrinks() -> None:
     simulations = runs(Faults(scale_ups=2, scale_downs=1), 20, 1)
     sizes = {

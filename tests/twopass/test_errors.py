@@ -8,6 +8,7 @@ from twopass.errors import from_status
 
 KINDS = {
     "INVALID_ARGUMENT": twopass.InvalidRequest,
+    "NOT_FOUND": twopass.NotFound,
     "RESOURCE_EXHAUSTED": twopass.RequestTooLarge,
     "UNAVAILABLE": twopass.Unavailable,
     "DEADLINE_EXCEEDED": twopass.DeadlineExceeded,

@@ -375,3 +375,84 @@ class ScheduledTokens(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_tokens: _containers.ScalarMap[str, int]
     def __init__(self, num_tokens: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class ListReplicasRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListReplicasResponse(_message.Message):
+    __slots__ = ("version", "replicas")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    replicas: _containers.RepeatedCompositeFieldContainer[Replica]
+    def __init__(self, version: _Optional[str] = ..., replicas: _Optional[_Iterable[_Union[Replica, _Mapping]]] = ...) -> None: ...
+
+class Replica(_message.Message):
+    __slots__ = ("replica_id", "pool", "state", "drained", "epoch", "in_flight", "num_waiting", "num_running", "num_leases", "num_blocks", "age_s")
+    class NumBlocksEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    DRAINED_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_LEASES_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    pool: str
+    state: str
+    drained: bool
+    epoch: int
+    in_flight: int
+    num_waiting: int
+    num_running: int
+    num_leases: int
+    num_blocks: _containers.ScalarMap[str, int]
+    age_s: float
+    def __init__(self, replica_id: _Optional[str] = ..., pool: _Optional[str] = ..., state: _Optional[str] = ..., drained: _Optional[bool] = ..., epoch: _Optional[int] = ..., in_flight: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_blocks: _Optional[_Mapping[str, int]] = ..., age_s: _Optional[float] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("replica_id",)
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    def __init__(self, replica_id: _Optional[str] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("in_flight", "effect")
+    IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    EFFECT_FIELD_NUMBER: _ClassVar[int]
+    in_flight: int
+    effect: str
+    def __init__(self, in_flight: _Optional[int] = ..., effect: _Optional[str] = ...) -> None: ...
+
+class UndrainRequest(_message.Message):
+    __slots__ = ("replica_id",)
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    def __init__(self, replica_id: _Optional[str] = ...) -> None: ...
+
+class UndrainResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SetLogLevelRequest(_message.Message):
+    __slots__ = ("level", "target")
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    level: str
+    target: str
+    def __init__(self, level: _Optional[str] = ..., target: _Optional[str] = ...) -> None: ...
+
+class SetLogLevelResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -362,3 +362,215 @@ class Twopass:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class AdminStub:
+    """For those who run the deployment. It has a port of its own (`router.admin_port`), which the core serves whatever
+    becomes of the doors, and tokens of its own (`router.admin_tokens_file`): a client's token opens nothing here.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.ListReplicas = channel.unary_unary(
+                '/twopass.v1.Admin/ListReplicas',
+                request_serializer=twopass_dot_proto_dot_twopass__pb2.ListReplicasRequest.SerializeToString,
+                response_deserializer=twopass_dot_proto_dot_twopass__pb2.ListReplicasResponse.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/twopass.v1.Admin/Drain',
+                request_serializer=twopass_dot_proto_dot_twopass__pb2.DrainRequest.SerializeToString,
+                response_deserializer=twopass_dot_proto_dot_twopass__pb2.DrainResponse.FromString,
+                _registered_method=True)
+        self.Undrain = channel.unary_unary(
+                '/twopass.v1.Admin/Undrain',
+                request_serializer=twopass_dot_proto_dot_twopass__pb2.UndrainRequest.SerializeToString,
+                response_deserializer=twopass_dot_proto_dot_twopass__pb2.UndrainResponse.FromString,
+                _registered_method=True)
+        self.SetLogLevel = channel.unary_unary(
+                '/twopass.v1.Admin/SetLogLevel',
+                request_serializer=twopass_dot_proto_dot_twopass__pb2.SetLogLevelRequest.SerializeToString,
+                response_deserializer=twopass_dot_proto_dot_twopass__pb2.SetLogLevelResponse.FromString,
+                _registered_method=True)
+
+
+class AdminServicer:
+    """For those who run the deployment. It has a port of its own (`router.admin_port`), which the core serves whatever
+    becomes of the doors, and tokens of its own (`router.admin_tokens_file`): a client's token opens nothing here.
+    """
+
+    def ListReplicas(self, request, context):
+        """Returns every engine that was ever heard of, those that are away included.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """From now on the engine gets nothing new. What it has ends there in its own time, and what it gives back goes to
+        another. The order holds for every process that takes the engine's place, and outlives the router.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Undrain(self, request, context):
+        """Takes a Drain back. An engine that is not drained stays as it is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetLogLevel(self, request, context):
+        """Sets from which level on a process, or every one, writes its log. Takes effect within about a second.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_AdminServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'ListReplicas': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListReplicas,
+                    request_deserializer=twopass_dot_proto_dot_twopass__pb2.ListReplicasRequest.FromString,
+                    response_serializer=twopass_dot_proto_dot_twopass__pb2.ListReplicasResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=twopass_dot_proto_dot_twopass__pb2.DrainRequest.FromString,
+                    response_serializer=twopass_dot_proto_dot_twopass__pb2.DrainResponse.SerializeToString,
+            ),
+            'Undrain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Undrain,
+                    request_deserializer=twopass_dot_proto_dot_twopass__pb2.UndrainRequest.FromString,
+                    response_serializer=twopass_dot_proto_dot_twopass__pb2.UndrainResponse.SerializeToString,
+            ),
+            'SetLogLevel': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetLogLevel,
+                    request_deserializer=twopass_dot_proto_dot_twopass__pb2.SetLogLevelRequest.FromString,
+                    response_serializer=twopass_dot_proto_dot_twopass__pb2.SetLogLevelResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'twopass.v1.Admin', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('twopass.v1.Admin', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Admin:
+    """For those who run the deployment. It has a port of its own (`router.admin_port`), which the core serves whatever
+    becomes of the doors, and tokens of its own (`router.admin_tokens_file`): a client's token opens nothing here.
+    """
+
+    @staticmethod
+    def ListReplicas(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twopass.v1.Admin/ListReplicas',
+            twopass_dot_proto_dot_twopass__pb2.ListReplicasRequest.SerializeToString,
+            twopass_dot_proto_dot_twopass__pb2.ListReplicasResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twopass.v1.Admin/Drain',
+            twopass_dot_proto_dot_twopass__pb2.DrainRequest.SerializeToString,
+            twopass_dot_proto_dot_twopass__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Undrain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twopass.v1.Admin/Undrain',
+            twopass_dot_proto_dot_twopass__pb2.UndrainRequest.SerializeToString,
+            twopass_dot_proto_dot_twopass__pb2.UndrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetLogLevel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twopass.v1.Admin/SetLogLevel',
+            twopass_dot_proto_dot_twopass__pb2.SetLogLevelRequest.SerializeToString,
+            twopass_dot_proto_dot_twopass__pb2.SetLogLevelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

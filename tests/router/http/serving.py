@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 from prometheus_client.registry import CollectorRegistry
 
+from router.admin import Admin
 from router.config import RouterConfig
 from router.core_loop import CoreLoop, OwnLink
 from router.frontdoor import FrontDoor, Model
@@ -34,7 +35,8 @@ async def http_serving(core: ScriptedCore, tokenizer: Tokenizer | None = None, *
         totals=loop.doors.totals,
     )
     collector, parts = CollectorRegistry(), Listeners(config)
-    listeners = parts.of_door(door, collector) | parts.of_core(collector)
+    admin = Admin(core, pump=loop.pump, doors=lambda: ["door-0"], clock=time.monotonic)
+    listeners = parts.of_door(door, collector) | parts.of_core(collector, admin)
     server = Listening(list(listeners.values()), config.tick_interval_s, loop)
     ports = dict(zip(listeners, await server.start(), strict=True))
     try:

@@ -1,6 +1,6 @@
 """What both gRPC services do alike: how a port is opened, and how a call is read and refused."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
@@ -43,14 +43,17 @@ def unary(
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio ships no types
-    """Refuses calls without a token, but for health, which load balancers ask for."""
+    """Refuses calls without a token, but for health, which load balancers ask for, and for methods that look the token
+    up themselves, because they must know whose call it is.
+    """
 
-    def __init__(self, accounts: Accounts) -> None:
-        self._accounts = accounts
+    def __init__(self, accounts: Accounts, *, but: Sequence[str] = ()) -> None:
+        self._accounts, self._but = accounts, frozenset(but)
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         handler = await continuation(details)
-        if handler is None or details.method.startswith(f"/{health.SERVICE_NAME}/"):
+        method = details.method
+        if handler is None or method in self._but or method.startswith(f"/{health.SERVICE_NAME}/"):
             return handler
         try:
             self._accounts.authenticate(header(details.invocation_metadata, "authorization"))

@@ -37,6 +37,7 @@ from twopass.proto import twopass_pb2 as pb
 M = TypeVar("M", bound=Message)
 
 SERVICE = "twopass.v1.Twopass"
+GENERATE = f"/{SERVICE}/Generate"
 HARD_LIMIT_FACTOR = 4
 """Messages up to this many times `max_message_bytes` are read, so that the status can say what is wrong with them."""
 
@@ -54,7 +55,7 @@ class GrpcDoor:
     ) -> None:
         self._door, self._config, self._certificates, self._accounts = door, config, certificates, accounts
         self._server = grpc.aio.server(
-            interceptors=[Guard(accounts)] if accounts is not None else [],
+            interceptors=[Guard(accounts, but=(GENERATE,))] if accounts is not None else [],
             options=[
                 ("grpc.max_receive_message_length", HARD_LIMIT_FACTOR * config.max_message_bytes),
                 ("grpc.so_reuseport", int(config.doors > 0)),  # any other server would silently share the port

@@ -14,7 +14,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -69,11 +69,7 @@ class HttpDoor:
     """
 
     def __init__(self, door: FrontDoor, config: RouterConfig, collector: Collector | None) -> None:
-        self._door, self._config = door, config
-        self._registry: CollectorRegistry | None = None
-        if collector is not None:
-            self._registry = CollectorRegistry(auto_describe=False)
-            self._registry.register(collector)
+        self._door, self._config, self._collector = door, config, collector
         self._created = int(time.time())
 
     def app(self) -> Starlette:
@@ -91,7 +87,7 @@ class HttpDoor:
             "/version": self._version,
             "/openapi.json": self._openapi,
         }
-        if self._registry is not None:
+        if self._collector is not None:
             gets["/metrics"] = self._metrics
         limit = self._config.max_message_bytes
         return Starlette(
@@ -207,8 +203,8 @@ class HttpDoor:
         return JSONResponse(document(version()))
 
     async def _metrics(self, request: Request) -> Response:
-        assert self._registry is not None
-        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+        assert self._collector is not None
+        return Response(generate_latest(self._collector), media_type=CONTENT_TYPE_LATEST)
 
 
 async def _stream(posted: Posted, form: _Form, pieces: Pieces, headers: dict[str, str]) -> None:

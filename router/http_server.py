@@ -6,7 +6,6 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import cast
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -23,8 +22,8 @@ KEEP_ALIVE_S = 10
 
 class HttpServer:
     """A `Listener`. `knob` begins the names of its host and port in RouterConfig. A client that takes longer than
-    `read_timeout_s` for a request is cut off; one that takes nothing for `write_timeout_s` is, by the kernel.
-    `share_port`: the other doors of this machine listen on it, too.
+    `read_timeout_s` for a handshake or a request is cut off; one that takes nothing for `write_timeout_s` is, by the
+    kernel. `share_port`: the other doors of this machine listen on it, too.
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class HttpServer:
         self._knob, self._host, self._port, self._write_timeout_s = knob, host, port, write_timeout_s
         config = uvicorn.Config(
             app,
-            http=cast(type[asyncio.Protocol], partial(TimedProtocol, read_timeout_s=read_timeout_s)),
+            http=TimedProtocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -52,7 +51,7 @@ class HttpServer:
         config.load()
         if certificates is not None:
             config.ssl = certificates.context()
-        self._server = _Server(config)
+        self._server = _Server(config, read_timeout_s)
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> int:
@@ -87,14 +86,34 @@ class HttpServer:
 
 
 class _Server(uvicorn.Server):
-    """Signals are the process's own business, and `up` is set once it listens."""
+    """Signals are the process's own business, reading has a limit, and `up` is set once it listens."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, read_timeout_s: float) -> None:
         super().__init__(config)
+        self._read_timeout_s = read_timeout_s
         self.up = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        """As uvicorn does it, which would leave a TLS handshake asyncio's minute."""
+        config, read_timeout_s = self.config, self._read_timeout_s
+        connection = partial(
+            TimedProtocol,
+            config=config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+            read_timeout_s=read_timeout_s,
+        )
+        self.servers = [
+            await asyncio.get_running_loop().create_server(
+                connection,
+                sock=sock,
+                ssl=config.ssl,
+                ssl_handshake_timeout=read_timeout_s if config.ssl is not None else None,
+                backlog=BACKLOG,
+            )
+            for sock in sockets or []
+        ]
+        self.started = True
         self.up.set()
 
     @contextmanager

@@ -109,10 +109,17 @@ def _pem(name: str, given: Pem | None) -> bytes | None:
 
 def hint(place: Place, details: str) -> str:
     """What a failed connection may be due to, or ""."""
-    if place.tls:
-        return next((meaning for words, meaning in _TLS_HINTS if words in details), "")
-    closed = any(words in details for words in ("Socket closed", "Connection reset", "GOAWAY", "Stream removed"))
-    return "if the server has TLS, use grpcs://" if closed else ""
+    if place.tls and (meanings := [meaning for words, meaning in _TLS_HINTS if words in details]):
+        return meanings[0]
+    if not any(words in details for words in ("Socket closed", "Connection reset", "GOAWAY", "Stream removed")):
+        return ""
+    # With TLS 1.3 a server looks at a client's certificate when the client already takes the handshake for done.
+    return (
+        "if the server wants a certificate of its clients, give cert and key of one that is valid and that its "
+        "authority has signed"
+        if place.tls
+        else "if the server has TLS, use grpcs://"
+    )
 
 
 class Tries:

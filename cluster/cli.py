@@ -111,6 +111,8 @@ def serve(
             console.print(
                 f"metrics on http://{_reached_at(loaded.router.metrics_host, ports.metrics_port, '/metrics')}"
             )
+            if ports.admin_port is not None:
+                console.print(f"twopass admin --address {_reached_at(loaded.router.admin_host, ports.admin_port)}")
             if timings:
                 console.print(timings_table(deployment.start_times()))
             while not stop.asked:

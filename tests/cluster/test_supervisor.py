@@ -16,6 +16,7 @@ from cluster.replica_process import ReplicaProcess
 from cluster.serve import Deployment
 from protocol.errors import StartupError
 from protocol.messages import Address
+from router.admin import Orders
 from tests.engine.tiny_llama import write_model_dir
 
 NO_MEMORY = "decode-0: OutOfMemoryError: tried to allocate 2.00 GiB"
@@ -90,3 +91,35 @@ def test_a_given_ray_is_asked_for_no_share_of_this_machines_cores(
     deployment = Deployment(load(None, [f"model={tmp_path}", *knobs]), lambda text: None)
     assert [bundle.num_cpus for bundle in deployment._check()] == [threads] * 2
     assert [own and len(own) for own in deployment._cpus] == [cpus] * 2
+
+
+def test_orders_are_kept_for_the_next_router_and_every_process_gets_its_log_level(
+    starting: tuple[Deployment, ReplicaProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deployment, engine = starting
+    orders = Orders(frozenset({"decode-0"}), {"": "debug"})
+    asked: list[Any] = []
+    levels: list[str] = []
+    answers: dict[str, Any] = {"orders": orders}
+
+    def ask_router(self: Deployment, method: str, *args: object) -> Any:
+        asked.append((method, *args))
+        return answers.get(method)
+
+    monkeypatch.setattr(Deployment, "_ask_router", ask_router)
+    handle: Any = SimpleNamespace(set_log_level=SimpleNamespace(remote=levels.append))
+    engine.actor = Actor(Address("decode-0", 2), handle, deployment._ray)
+    deployment._follow_orders()
+    assert levels == []  # it has not started
+    engine.state = "up"
+    for _ in range(2):
+        deployment._follow_orders()
+    assert levels == ["debug"]
+    answers.clear()  # the router is dead
+    engine.actor = Actor(Address("decode-0", 3), handle, deployment._ray)  # and the engine has a successor
+    deployment._follow_orders()
+    assert levels == ["debug", "debug"]
+    asked.clear()
+    monkeypatch.setattr(ReplicaProcess, "ask", lambda self, method, now: None)
+    deployment._came_up(deployment._router, deployment.config.router.ports, 1.0)
+    assert asked == [("restore", orders), ("replica_started", Address("decode-0", 3))]

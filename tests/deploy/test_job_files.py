@@ -56,7 +56,8 @@ def test_the_entrypoint_opens_the_ports_that_the_pod_and_the_service_name(
     assert arguments[:4] == ["python", "-m", "cluster", "serve"]
     named = {port["name"]: port["containerPort"] for port in head["containers"][0]["ports"]}
     router = config.router
-    assert tuple(router.ports) == (named["grpc"], named["http"], named["metrics"])
+    assert tuple(router.ports) == (named["grpc"], named["http"], named["metrics"], 50052)
+    assert router.admin_host == "127.0.0.1"  # by `kubectl exec`, as nobody is asked for a token
     assert (router.grpc_host, router.http_host, router.metrics_host) == ("0.0.0.0", "0.0.0.0", "0.0.0.0")
     service = documents[1]["spec"]
     labels = documents[0]["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["metadata"]["labels"]

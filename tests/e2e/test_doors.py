@@ -15,6 +15,7 @@ from tests.e2e.streams import assert_clean, await_back, deployed
 from tests.e2e.watched import Running
 from tests.hang import HANG_S
 from twopass import Client, Stream, Unavailable
+from twopass.admin import AdminClient, Replica
 
 DOORS = ("door-0", "door-1")
 NUM_CLIENTS = 24
@@ -23,7 +24,9 @@ LONG = 800
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
-    with deployed({"runner": "arithmetic", "router": {"doors": len(DOORS)}}, num_blocks=4096) as running:
+    with deployed(
+        {"runner": "arithmetic", "router": {"doors": len(DOORS), "admin_port": 0}}, num_blocks=4096
+    ) as running:
         yield running
 
 
@@ -123,3 +126,51 @@ def test_a_killed_router_ends_all_calls_and_the_same_doors_serve_the_next(runnin
     with reading(running) as answers:
         assert {answer.result() for answer in answers} == {"complete"}
     assert pids(running, *DOORS) == doors
+
+
+def test_an_administrators_orders_outlive_the_router_and_the_engine(running: Running) -> None:
+    """The decode engines are drained while they write answers. Those end, and nothing new is taken."""
+    decodes = ("decode-0", "decode-1")
+
+    def drained(admin: AdminClient) -> dict[str, str]:
+        return {replica.replica_id: replica.state for replica in admin.replicas() if replica.drained}
+
+    def refused() -> str:
+        with Client(f"127.0.0.1:{running.deployment.ports.grpc_port}", timeout_s=HANG_S, max_tries=1) as client:
+            with pytest.raises(Unavailable) as raised:
+                client.generate_text(prompt_token_ids=[3], max_tokens=2)
+            return str(raised.value)
+
+    with AdminClient(f"127.0.0.1:{running.deployment.ports.admin_port}") as admin:
+        with reading(running) as answers:
+            in_flight, effects = zip(
+                *((order.in_flight, order.effect) for order in map(admin.drain, decodes)), strict=True
+            )
+            assert 0 < sum(in_flight) <= NUM_CLIENTS and effects[0] == ""
+            assert effects[1] == "new requests are refused: no decode engine is up, those that are there drain"
+            assert "those that are there drain" in refused()
+            assert {answer.result() for answer in answers} == {"complete"}
+        while any(_busy(replica) for replica in admin.replicas()):
+            continue
+        admin.set_log_level("debug", "decode-0")
+        while running.deployment._orders.drained != {*decodes}:  # the supervisor looks every 0.05 s here
+            continue
+        os.kill(pids(running, "router")[0], signal.SIGKILL)
+        os.kill(pids(running, "decode-0")[0], signal.SIGKILL)
+        await_back(running, "router")
+        while drained(admin) != dict.fromkeys(decodes, "draining"):
+            continue
+        assert "those that are there drain" in refused()
+        for name in decodes:
+            admin.undrain(name)
+        assert drained(admin) == {}
+    with Client(f"127.0.0.1:{running.deployment.ports.grpc_port}", timeout_s=HANG_S) as client:
+        while not client.server_info().ready:
+            continue
+    assert_clean(running)
+    with reading(running) as answers:
+        assert {answer.result() for answer in answers} == {"complete"}
+
+
+def _busy(replica: Replica) -> bool:
+    return bool(replica.in_flight or replica.num_leases or replica.num_running or replica.num_waiting)

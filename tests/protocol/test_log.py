@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from protocol.log import PACKAGES, about, configure
+from protocol.log import PACKAGES, about, configure, set_level
 from protocol.messages import Address, RequestKey
 from tests.hang import HANG_S
 
@@ -32,6 +32,16 @@ def stream() -> Iterator[io.StringIO]:
 
 def lines(stream: io.StringIO) -> list[dict[str, Any]]:
     return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_the_level_can_change_while_the_process_runs(stream: io.StringIO) -> None:
+    configure("warning", Address("router", 7), stream)
+    log.debug("before")
+    set_level("debug")
+    log.debug("after")
+    set_level("error")
+    log.warning("too late")
+    assert [line["message"] for line in lines(stream)] == ["after"]
 
 
 def test_a_line_says_who_when_and_what_it_is_about(stream: io.StringIO) -> None:

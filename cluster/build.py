@@ -24,6 +24,7 @@ import numpy.typing as npt
 from cluster.config import ClusterConfig, PoolConfig
 from cluster.served_model import ServedModel, is_profiled, longest_sequence, num_blocks, num_host_blocks, serve_model
 from decode_pool.service import DecodeService
+from engine.guidance import Guidance
 from engine.loop import EngineLoop
 from engine.parts import EngineParts, assemble
 from engine.runner import Runner
@@ -46,9 +47,9 @@ from protocol.start_times import phase
 log = logging.getLogger(__name__)
 
 Send = Callable[[Envelope], None]
-MakeRunner = Callable[[Any, int], Runner]
-"""Makes a runner from (cache, host blocks). The runner uses the cache in place: uint8 [num_blocks, block_bytes], a
-numpy array on the host and a torch tensor on a GPU.
+MakeRunner = Callable[[Any, int, Guidance | None], Runner]
+"""Makes a runner from (cache, host blocks, what serves grammars, if anything does). The runner uses the cache in place:
+uint8 [num_blocks, block_bytes], a numpy array on the host and a torch tensor on a GPU.
 """
 
 
@@ -72,10 +73,17 @@ def build_prefill(config: ClusterConfig, address: Address, send: Send, prefix: s
             num_peers=config.decode.replicas,
         )
     resources.callback(export.close)
-    engine = _assemble(config, "prefill", served, blocks, address, export.endpoint)
+    loops: list[EngineLoop] = []
+
+    def wake() -> None:
+        loops[0].wake()
+
+    guidance = _guidance(config, served, wake, resources)
+    engine = _assemble(config, "prefill", served, blocks, address, guidance, export.endpoint)
     leases = LeaseTable(export.words, address.epoch)
     service = PrefillService(engine, leases=leases, config=config.transfer, cache=export.cache)
-    return engine.loop(service, make_runner(export.cache.tensor, 0), send)
+    loops.append(engine.loop(service, make_runner(export.cache.tensor, 0, guidance), send))
+    return loops[0]
 
 
 def build_decode(config: ClusterConfig, address: Address, send: Send, prefix: str, resources: ExitStack) -> EngineLoop:
@@ -92,9 +100,11 @@ def build_decode(config: ClusterConfig, address: Address, send: Send, prefix: st
     with phase("transports"):
         connector = ThreadConnector(choose(config.transfer, cache, wake), wake)
     resources.callback(connector.close)
-    engine = _assemble(config, "decode", served, blocks, address)
+    guidance = _guidance(config, served, wake, resources)
+    engine = _assemble(config, "decode", served, blocks, address, guidance)
     service = DecodeService(engine, transport=connector, config=config.transfer, cache=cache)
-    loops.append(engine.loop(service, make_runner(cache.tensor, num_host_blocks(pool, served)), send))
+    runner = make_runner(cache.tensor, num_host_blocks(pool, served), guidance)
+    loops.append(engine.loop(service, runner, send))
     return loops[0]
 
 
@@ -111,8 +121,25 @@ def on_cores(cpus: frozenset[int] | None, make: Callable[[ExitStack], EngineLoop
     return make(resources)
 
 
+def _guidance(
+    config: ClusterConfig, served: ServedModel, wake: Callable[[], None], resources: ExitStack
+) -> Guidance | None:
+    """None where the model has no text, or no token that ends an answer."""
+    if config.model is None or not served.eos_token_ids or not (Path(config.model) / "tokenizer.json").exists():
+        return None
+    guidance = Guidance(Path(config.model), served.vocab_size, served.eos_token_ids, wake)
+    resources.callback(guidance.close)
+    return guidance
+
+
 def _assemble(
-    config: ClusterConfig, role: PoolName, served: ServedModel, blocks: int, address: Address, endpoint: bytes = b""
+    config: ClusterConfig,
+    role: PoolName,
+    served: ServedModel,
+    blocks: int,
+    address: Address,
+    guidance: Guidance | None,
+    endpoint: bytes = b"",
 ) -> EngineParts:
     pool = config.pools[role]
     with phase("scheduler"):
@@ -130,6 +157,7 @@ def _assemble(
             endpoint=endpoint,
             eos_token_ids=served.eos_token_ids,
             proposer=NGramProposer() if role == "decode" else None,
+            grammars=guidance,
         )
 
 
@@ -182,7 +210,7 @@ def _prepare(
         model = load_model(Path(config.model), config.model_dtype, "cuda", longest_sequence(config))
     blocks = profiled_blocks(model, engine) if is_profiled(pool) else num_blocks(config, pool, served)
 
-    def make(cache: Any, host_blocks: int) -> Runner:
+    def make(cache: Any, host_blocks: int, guidance: Guidance | None) -> Runner:
         runner = CUDARunner(
             model,
             cache.view(-1),
@@ -190,6 +218,7 @@ def _prepare(
             max_model_len=engine.max_model_len,
             graph_sizes=engine.cuda_graph_sizes,
             num_host_blocks=host_blocks,
+            masker=guidance,
         )
         resources.callback(runner.close)
         with phase("kernels"):
@@ -199,7 +228,13 @@ def _prepare(
     return blocks, make
 
 
-def _cpu_runner(config: ClusterConfig, pool: PoolConfig, cache: npt.NDArray[np.uint8], host_blocks: int) -> Runner:
+def _cpu_runner(
+    config: ClusterConfig,
+    pool: PoolConfig,
+    cache: npt.NDArray[np.uint8],
+    host_blocks: int,
+    guidance: Guidance | None,
+) -> Runner:
     """Loads the model. The runner uses `cache`, uint8 [num_blocks, block_bytes], in place.
 
     A model is loaded in a thread that ends with it: OpenMP gives each thread that has ever run a loop a team for good,
@@ -208,11 +243,16 @@ def _cpu_runner(config: ClusterConfig, pool: PoolConfig, cache: npt.NDArray[np.u
     if config.model is None or config.runner == "arithmetic":
         return ArithmeticRunner(arithmetic_model.cache_view(cache), num_host_blocks=host_blocks)
     with ThreadPoolExecutor(1, "load") as thread:
-        return thread.submit(_model_runner, Path(config.model), config, pool, cache, host_blocks).result()
+        return thread.submit(_model_runner, Path(config.model), config, pool, cache, host_blocks, guidance).result()
 
 
 def _model_runner(
-    path: Path, config: ClusterConfig, pool: PoolConfig, cache: npt.NDArray[np.uint8], host_blocks: int
+    path: Path,
+    config: ClusterConfig,
+    pool: PoolConfig,
+    cache: npt.NDArray[np.uint8],
+    host_blocks: int,
+    guidance: Guidance | None,
 ) -> Runner:
     with phase("torch"):
         import jit.openmp  # noqa: F401  before torch
@@ -233,4 +273,5 @@ def _model_runner(
             block_size=pool.engine.block_size,
             num_threads=pool.threads,
             num_host_blocks=host_blocks,
+            masker=guidance,
         )

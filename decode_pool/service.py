@@ -22,10 +22,11 @@ from dataclasses import dataclass
 from typing import cast, get_args
 
 from decode_pool.pulls import PullEnd, Pulls
+from engine.grammars import GrammarWaits
 from engine.parts import EngineParts
 from engine.runner import Batch, StepOutput
 from engine.scheduler.outcome import Events
-from engine.scheduler.sequence import Request
+from engine.scheduler.sequence import KVRole, Request
 from engine.scheduler.step_counts import PREFIX_COUNTERS, StepCounts
 from kv_transfer.checksum import checksum_of
 from kv_transfer.config import TransferConfig
@@ -108,6 +109,7 @@ class DecodeService:
         self.address = engine.address
         self.outbox: list[tuple[Address, Message]] = []
         self._scheduler = engine.scheduler
+        self._grammars = GrammarWaits(engine.grammars)
         self._config = config
         self._hello = engine.hello
         self._block_bytes = cache.block_bytes
@@ -154,10 +156,12 @@ class DecodeService:
         self._link.handle(envelope)
 
     def tick(self) -> None:
-        """Looks at peers that have opened or failed to, ended pulls, timers, the router's silence and the drain
-        deadline, and sends the status when it is due.
+        """Looks at grammars that are compiled, peers that have opened or failed to, ended pulls, timers, the router's
+        silence and the drain deadline, and sends the status when it is due.
         """
         now = self._clock()
+        for key, fault in self._grammars.ended():
+            self._join(self._entries[key], fault)
         if connected := self._pulls.connected():
             for peer, error in connected:
                 if error is not None:
@@ -249,6 +253,8 @@ class DecodeService:
     def commit(self, output: StepOutput) -> None:
         """A step was executed: its tokens and ends go to the router in one message."""
         started_at = self._clock()
+        for key, error in self._scheduler.failures(output):
+            self._step_failed(key, "invalid", error)
         committed = self._scheduler.commit(output)
         counters = self.counters
         counters["scheduler_seconds"] += self._clock() - started_at
@@ -276,12 +282,14 @@ class DecodeService:
         all others stay.
         """
         for key in self._scheduler.fail_step():
-            entry = self._entries[key]
-            if entry.state is DecodeState.DRAINING:
-                continue  # has ended; a pull still writes into its blocks
-            log.warning("step failed", extra=about(key) | {"error": error})
-            self._leave(entry, DecodeEvent.STEP_FAILED, "failed", error)
+            self._step_failed(key, "failed", error)
         self._link.flush()
+
+    def _step_failed(self, key: RequestKey, kind: EndKind, error: str) -> None:
+        entry = self._entries[key]
+        if entry.state is not DecodeState.DRAINING:  # else it has ended; a pull still writes into its blocks
+            log.warning("step failed", extra=about(key) | {"error": error})
+            self._leave(entry, DecodeEvent.STEP_FAILED, kind, error)
 
     def router_gone(self) -> None:
         """The shell found a lasting gap in the router's messages."""
@@ -330,15 +338,26 @@ class DecodeService:
         if self._link.draining:
             self._leave(entry, DecodeEvent.CANNOT_SERVE, "failed", "draining")
             return
+        if message.deadline_s is not None:
+            self.timers.set(("deadline", message.key), self._clock() + message.deadline_s)
         try:
-            self._scheduler.add(
-                Request.from_message(message, kv="local" if colocated else "consumer", arrival=self._clock())
-            )
+            if self._grammars.begin(message.key, message.sampling.grammar):
+                self._join(entry)
+        except InvalidRequest as error:
+            self._leave(entry, DecodeEvent.CANNOT_SERVE, "invalid", str(error))
+
+    def _join(self, entry: Decode, fault: str = "") -> None:
+        """The attempt joins the scheduler's queue, unless it cannot be served. `fault`: of its grammar."""
+        assert entry.request is not None
+        if fault:
+            self._leave(entry, DecodeEvent.CANNOT_SERVE, "invalid", fault)
+            return
+        kv: KVRole = "local" if entry.request.role == "colocated" else "consumer"
+        try:
+            self._scheduler.add(Request.from_message(entry.request, kv=kv, arrival=self._clock()))
         except InvalidRequest as error:
             self._leave(entry, DecodeEvent.CANNOT_SERVE, "failed", str(error))
             return
-        if message.deadline_s is not None:
-            self.timers.set(("deadline", message.key), self._clock() + message.deadline_s)
         if entry.handoff is not None:
             self._accept_handoff(entry, entry.handoff)
 
@@ -560,6 +579,7 @@ class DecodeService:
             self._num_early -= 1
         self._move(entry, event, DecodeState.GONE)
         self._scheduler.abort(entry.key)
+        self._grammars.forget(entry.key)
         del self._entries[entry.key]
 
     def _move(self, entry: Decode, event: DecodeEvent, state: DecodeState) -> None:

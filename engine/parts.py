@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.config import EngineConfig
+from engine.grammars import Grammars
 from engine.loop import EngineLoop, Service
 from engine.runner import Runner
 from engine.scheduler.scheduler import Proposer, Scheduler
@@ -26,6 +27,8 @@ class EngineParts:
     hello: Hello
     link: LinkConfig
     clock: Clock
+    grammars: Grammars | None = None
+    """None where no answer can be written under a grammar."""
 
     def loop(
         self,
@@ -64,6 +67,7 @@ def assemble(
     endpoint: bytes = b"",
     eos_token_ids: tuple[int, ...] = (),
     proposer: Proposer | None = None,
+    grammars: Grammars | None = None,
 ) -> EngineParts:
     """`num_blocks`, block 0 included, and `num_host_blocks`: what the engine really has, whatever the configuration
     leaves open. `fingerprint`: of the KV layout. `endpoint`: of a prefill engine's cache.
@@ -87,4 +91,4 @@ def assemble(
         max_prompt_tokens=config.max_prompt_tokens(num_blocks),
         endpoint=endpoint,
     )
-    return EngineParts(address=address, scheduler=scheduler, hello=hello, link=link, clock=clock)
+    return EngineParts(address=address, scheduler=scheduler, hello=hello, link=link, clock=clock, grammars=grammars)

@@ -78,6 +78,8 @@ class StepOutput:
     """Variants of kernels that were compiled since the step before; none are expected once an engine has started."""
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     """For each sequence that asked, by its index in the batch, one entry per chosen token."""
+    failures: dict[int, str] = field(default_factory=dict)
+    """By its index in the batch, why a sequence cannot go on, whatever is tried; its tokens mean nothing."""
 
 
 class Runner(Protocol):

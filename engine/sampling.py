@@ -4,8 +4,10 @@ retries, drafts and handoffs agree.
 
 In this order, all in float32 (the order and the meaning are vLLM's):
 
+ 0. tokens that a grammar does not allow get -inf
  1. logprobs are taken from the model's own logits
- 2. `logit_bias` is added; before `min_tokens` the tokens that would end the answer get -inf
+ 2. `logit_bias` is added; before `min_tokens` the tokens that would end the answer get -inf, unless a grammar allows no
+    other
  3. repetition penalty r on tokens of prompt and answer: logit / r if above 0, else logit * r
     then per token of the answer: - frequency_penalty * occurrences - presence_penalty
  4. temperature 0: the likeliest token, the first of equals
@@ -20,14 +22,12 @@ In this order, all in float32 (the order and the meaning are vLLM's):
     uniform(seed, index) = mix(mix(seed) + (index + 1) * 0x9E3779B97F4A7C15) >> 11, times 2**-53
 """
 
-from typing import NamedTuple
-
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.sampling_metadata import GREEDY_BELOW, SamplingMetadata
-from protocol.arrays import Float32, Int32, Int64, UInt64
+from engine.sampling_metadata import GREEDY_BELOW, Contexts, Masks, SamplingMetadata
+from protocol.arrays import Bool, Float32, Int32, Int64, UInt64
 from protocol.messages import TokenLogprobs
 
 SUM_WIDTH = 256
@@ -38,21 +38,6 @@ SORTED_WIDTH = 1024
 Float64 = npt.NDArray[np.float64]
 
 
-class Contexts(NamedTuple):
-    """The sequences whose next token is chosen, S of them."""
-
-    rows: Int32
-    """[S] rows of the shared arrays."""
-    num_known: Int32
-    """[S] tokens before the one to be chosen."""
-    token_ids: Int32
-    """[num_rows, max_model_len] known tokens of every row; of the last one `last` is used instead: it may not be here
-    yet.
-    """
-    last: Int32
-    """[S]"""
-
-
 def greedy(logits: torch.Tensor) -> Int32:
     """The likeliest token of every row, the first of equals: int32 [S]."""
     token_ids: Int32 = logits.numpy().argmax(axis=-1).astype(np.int32)
@@ -60,9 +45,13 @@ def greedy(logits: torch.Tensor) -> Int32:
 
 
 def sample_tokens(
-    logits: torch.Tensor, sampling: SamplingMetadata, contexts: Contexts
+    logits: torch.Tensor, sampling: SamplingMetadata, contexts: Contexts, masks: Masks | None = None
 ) -> tuple[Int32, dict[int, TokenLogprobs]]:
-    """One token for each row of `logits` [S, vocab], int32 [S], and logprobs of those that asked, by index in S."""
+    """One token for each row of `logits` [S, vocab], int32 [S], and logprobs of those that asked, by index in S. What
+    `masks` forbid gets -inf in `logits` themselves.
+    """
+    if masks is not None:
+        _forbid(logits.numpy(), masks)
     chosen = greedy(logits)
     special = np.flatnonzero(sampling.special[contexts.rows])
     if not len(special):
@@ -72,7 +61,7 @@ def sample_tokens(
     num_top = sampling.num_logprobs[here.rows]
     asked = np.flatnonzero(num_top >= 0)
     own = scores[asked]
-    _add_biases(scores, sampling, here)
+    _add_biases(scores, sampling, here, None if masks is None else masks.final[special])
     _penalise(scores, sampling, here)
     tokens: Int64 = scores.argmax(axis=1)
     warm = np.flatnonzero(sampling.temperatures[here.rows] >= GREEDY_BELOW)
@@ -100,6 +89,7 @@ def logprobs(logits: Float32, token_ids: Int64, num_top: Int32) -> list[TokenLog
     for row, token_id, shift, count in zip(logits, token_ids.tolist(), shifts.tolist(), num_top.tolist(), strict=True):
         top = np.argpartition(row, -count)[-count:] if 0 < count < len(row) else np.arange(len(row) if count else 0)
         top = top[np.lexsort((top, -row[top]))]
+        top = top[row[top] > -np.inf]  # what a grammar forbids is no candidate
         reports.append(
             TokenLogprobs(
                 float(row[token_id]) - shift, tuple(top.tolist()), tuple((row[top] - np.float32(shift)).tolist())
@@ -108,13 +98,18 @@ def logprobs(logits: Float32, token_ids: Int64, num_top: Int32) -> list[TokenLog
     return reports
 
 
-def _add_biases(scores: Float32, sampling: SamplingMetadata, contexts: Contexts) -> None:
-    indices = sampling.answer_bases[contexts.rows] + contexts.num_known
-    too_short = indices < sampling.min_tokens[contexts.rows]
+def _forbid(logits: Float32, masks: Masks) -> None:
+    vocab_size = logits.shape[1]
+    for index, allowed in zip(masks.which.tolist(), masks.allowed, strict=True):
+        logits[index, np.unpackbits(allowed.view(np.uint8), count=vocab_size, bitorder="little") == 0] = -np.inf
+
+
+def _add_biases(scores: Float32, sampling: SamplingMetadata, contexts: Contexts, final: Bool | None) -> None:
+    short = sampling.too_short(contexts.rows, contexts.num_known, final)
     for i, row in enumerate(contexts.rows.tolist()):
         token_ids, values = sampling.biases[row]
         scores[i, token_ids] += values
-        if too_short[i]:
+        if short[i]:
             scores[i, sampling.ending[row]] = -np.inf
 
 

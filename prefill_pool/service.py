@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, cast, get_args
 
+from engine.grammars import GrammarWaits
 from engine.parts import EngineParts
 from engine.runner import Batch, StepOutput
 from engine.scheduler.scheduler import PromptDone
@@ -98,6 +99,7 @@ class PrefillService:
         self.address = engine.address
         self.outbox: list[tuple[Address, Message]] = []
         self._scheduler = engine.scheduler
+        self._grammars = GrammarWaits(engine.grammars)
         self._leases = leases
         self._checksum = checksum_of(cache.tensor) if config.checksum else None
         self._config = config
@@ -139,8 +141,12 @@ class PrefillService:
         self._link.handle(envelope)
 
     def tick(self) -> None:
-        """Looks at timers, the router's silence and the drain deadline, and sends the status when it is due."""
+        """Looks at timers, grammars that are compiled, the router's silence and the drain deadline, and sends the
+        status when it is due.
+        """
         now = self._clock()
+        for key, fault in self._grammars.ended():
+            self._join(self._entries[key], fault)
         for kind, key in self.timers.due(now):
             entry = self._entries.get(key)
             if entry is None or kind not in PREFILL_TIMERS[entry.state]:
@@ -172,6 +178,8 @@ class PrefillService:
     def commit(self, output: StepOutput) -> None:
         """A step was executed: offers what has become ready, hands over what is complete."""
         started_at = self._clock()
+        for key, error in self._scheduler.failures(output):
+            self._fail(self._entries[key], "invalid", error)
         committed = self._scheduler.commit(output)
         self.counters["scheduler_seconds"] += self._clock() - started_at
         self._steps.committed(committed.batch, output)
@@ -190,12 +198,7 @@ class PrefillService:
     def step_failed(self, error: str) -> None:
         """The runner could not execute the oldest step in flight: its requests fail, all others stay."""
         for key in self._scheduler.fail_step():
-            entry = self._entries[key]
-            log.warning("step failed", extra=about(key) | {"error": error})
-            if not entry.lease_id:
-                self._end(entry, PrefillEvent.STEP_FAILED, "failed", error)
-            else:
-                self._revoke(entry, PrefillEvent.STEP_FAILED, "step failed", report="failed")
+            self._fail(self._entries[key], "failed", error)
         self._link.flush()
 
     def router_gone(self) -> None:
@@ -244,13 +247,23 @@ class PrefillService:
         if self._link.draining:
             self._end(entry, PrefillEvent.CANNOT_SERVE, "failed", "draining")
             return
-        try:
-            self._scheduler.add(Request.from_message(message, kv="producer", arrival=self._clock()))
-        except InvalidRequest as error:
-            self._end(entry, PrefillEvent.CANNOT_SERVE, "failed", str(error))
-            return
         if message.deadline_s is not None:
             self.timers.set(("deadline", message.key), self._clock() + message.deadline_s)
+        try:
+            if self._grammars.begin(message.key, message.sampling.grammar):
+                self._join(entry)
+        except InvalidRequest as error:
+            self._end(entry, PrefillEvent.CANNOT_SERVE, "invalid", str(error))
+
+    def _join(self, entry: Prefill, fault: str = "") -> None:
+        """The attempt joins the scheduler's queue, unless it cannot be served. `fault`: of its grammar."""
+        if fault:
+            self._end(entry, PrefillEvent.CANNOT_SERVE, "invalid", fault)
+            return
+        try:
+            self._scheduler.add(Request.from_message(entry.request, kv="producer", arrival=self._clock()))
+        except InvalidRequest as error:
+            self._end(entry, PrefillEvent.CANNOT_SERVE, "failed", str(error))
 
     def _on_abort(self, envelope: Envelope) -> None:
         message = cast(AbortRequest, envelope.message)
@@ -405,6 +418,14 @@ class PrefillService:
 
     # ---- endings; every path out goes through `_forget`
 
+    def _fail(self, entry: Prefill, kind: EndKind, error: str) -> None:
+        """A step could not be executed, or not for this attempt."""
+        log.warning("step failed", extra=about(entry.request.key) | {"error": error})
+        if not entry.lease_id:
+            self._end(entry, PrefillEvent.STEP_FAILED, kind, error)
+        else:
+            self._revoke(entry, PrefillEvent.STEP_FAILED, "step failed", report=kind)
+
     def _end(self, entry: Prefill, event: PrefillEvent, kind: EndKind | None, error: str = "") -> None:
         """Ends an attempt that was never offered."""
         if kind is not None:
@@ -446,6 +467,7 @@ class PrefillService:
             self._scheduler.abort(key)
         else:
             self._scheduler.blocks.free(entry.block_ids)
+        self._grammars.forget(key)
         del self._entries[key]
 
     def _move(self, entry: Prefill, event: PrefillEvent, state: PrefillState) -> None:

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from protocol.arrays import Int32, Int64
+from protocol.grammar import Grammar
 from protocol.histogram import Distribution
 
 ROUTER_ID = "router"
@@ -36,7 +37,8 @@ PoolName = Literal["prefill", "decode"]
 Role = Literal[PoolName, "colocated"]
 """What an engine is to do with one request."""
 FinishReason = Literal["stop", "length"]
-EndKind = Literal["finished", "aborted", "failed", "returned"]
+EndKind = Literal["finished", "aborted", "failed", "returned", "invalid"]
+"""invalid: no other attempt could end better, since the request itself asks for what cannot be done."""
 AbortReason = Literal["client", "deadline", "superseded", "peer_lost"]
 
 
@@ -83,11 +85,14 @@ class SamplingParams:
     `ignore_eos` is set.
     """
     ignore_eos: bool = False
+    grammar: Grammar | None = None
+    """Only tokens that it allows are chosen; where nothing may follow, an end-of-sequence token alone."""
 
 
 class TokenLogprobs(NamedTuple):
-    """Natural logarithms of the model's own probabilities, before penalties, temperature and filters. `top` and
-    `top_token_ids` list the likeliest tokens, likeliest first.
+    """Natural logarithms of the model's own probabilities, before penalties, temperature and filters; under a grammar
+    they are shared among the tokens that it allows. `top` and `top_token_ids` list the likeliest tokens, likeliest
+    first.
     """
 
     chosen: float

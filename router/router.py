@@ -463,6 +463,9 @@ class Router:
             log.debug("attempt returned", extra=entry.about | {"peer": label(sender), "error": end.error})
             self.counters["returned"] += 1
             self._requeue(entry, front=True)
+        elif end.kind == "invalid":
+            grammar = entry.request.sampling.grammar
+            self._close(entry, None, InvalidRequest("grammar", grammar.kind if grammar else "none", end.error))
         else:
             self._failed(entry, end.error)
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from decode_pool.service import DecodeService
 from engine.config import EngineConfig
+from engine.grammars import Grammars
 from engine.parts import assemble
 from engine.runners.arithmetic import ArithmeticRunner
 from engine.scheduler.scheduler import Proposer
@@ -45,7 +46,9 @@ class World:
 
     service: PrefillService | DecodeService
 
-    def __init__(self, role: PoolName, *, proposer: Proposer | None = None, **config: Any) -> None:
+    def __init__(
+        self, role: PoolName, *, proposer: Proposer | None = None, grammars: Grammars | None = None, **config: Any
+    ) -> None:
         self.address = P if role == "prefill" else D
         self.clock = VirtualClock()
         fields: dict[str, Any] = {"max_num_batched_tokens": 8, "max_num_seqs": 4, "max_model_len": 64, "num_blocks": 17}
@@ -63,6 +66,7 @@ class World:
             link=LinkConfig(),
             clock=self.clock,
             proposer=proposer,
+            grammars=grammars,
         )
         self.scheduler = self.parts.scheduler
         self.runner = ArithmeticRunner(self.cache, num_host_blocks=self.config.num_host_blocks)

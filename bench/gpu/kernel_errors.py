@@ -19,7 +19,7 @@ from bench.gpu.setting import Setting
 from engine import sampling as on_cpu
 from engine.kernels import block_copy, gated_activation, reference, rms_norm, rope_and_cache, sampling
 from engine.models.config import Activation
-from engine.sampling_metadata import SamplingMetadata
+from engine.sampling_metadata import Contexts, SamplingMetadata
 from protocol.arrays import Int32
 from protocol.messages import SamplingParams
 
@@ -260,7 +260,7 @@ def _sampling(setting: Setting) -> Iterator[Item]:
             "seed": int(random.integers(2**63)),
         }
         table.put(row, SamplingParams(**fields), base=row - num_known // 2, eos_token_ids=())
-    contexts = on_cpu.Contexts(
+    contexts = Contexts(
         np.arange(num_rows, dtype=np.int32), np.full(num_rows, num_known, np.int32), token_ids, token_ids[:, -1].copy()
     )
     expected, _ = on_cpu.sample_tokens(torch.from_numpy(logits.copy()), table, contexts)
@@ -273,9 +273,7 @@ def _sampling(setting: Setting) -> Iterator[Item]:
         yield Problem(f"sample: {num_unlike} of {num_rows} rows chose another token than the CPU")
 
 
-def _choose_on_device(
-    setting: Setting, logits: torch.Tensor, table: SamplingMetadata, contexts: on_cpu.Contexts
-) -> Int32:
+def _choose_on_device(setting: Setting, logits: torch.Tensor, table: SamplingMetadata, contexts: Contexts) -> Int32:
     def put(array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(setting.device)
 

@@ -1,6 +1,7 @@
 """The next tokens, chosen on the device: order, meaning and draws are those of `engine/sampling.py`, whose docstring
 has the rules.
 
+    mask                 step 0
     add_biases, forbid   step 2: few and scattered, so torch's own indexed operations
     penalise             step 3
     sample, greedy       steps 4 to 6
@@ -34,6 +35,17 @@ METADATA = (
     *("temperatures", "top_ks", "top_ps", "min_ps", "seeds", "indices"),
 )
 """Parameters of kernels that are pieces of one buffer: no kernel is compiled again for where a piece begins."""
+
+
+def mask(logits: torch.Tensor, rows: torch.Tensor, allowed: torch.Tensor) -> None:
+    """Step 0, in place: of the `rows` int64 [G] of `logits` float32 [S, vocab] (rows contiguous), tokens whose bit in
+    `allowed` int32 [G, ceil(vocab / 32)] (contiguous, the lowest bit first) is 0 get -inf.
+    """
+    num_rows, vocab_size = len(rows), logits.shape[1]
+    if num_rows:
+        mask_kernel[(num_rows, triton.cdiv(vocab_size, BLOCK))](
+            logits, rows, allowed, vocab_size, logits.stride(0), allowed.stride(0), BLOCK=BLOCK, num_warps=8
+        )
 
 
 def add_biases(logits: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> None:
@@ -205,6 +217,16 @@ def penalise_kernel(logits, counts, repetitions, presences, frequencies, vocab_s
     times = seen & (OF_PROMPT - 1)
     penalised = tl.where(times > 0, repeated - frequency * times - presence, repeated)
     tl.store(at, penalised, mask=inside & (seen != 0))
+
+
+@triton.jit(do_not_specialize_on_alignment=("rows", "allowed"))
+def mask_kernel(logits, rows, allowed, vocab_size, stride, num_words, BLOCK: tl.constexpr):
+    entry = tl.program_id(0)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < vocab_size
+    words = tl.load(allowed + entry * num_words + at // 32, mask=inside, other=0)
+    row = tl.load(rows + entry)
+    tl.store(logits + row * stride + at, float("-inf"), mask=inside & (((words >> (at % 32)) & 1) == 0))
 
 
 @triton.jit

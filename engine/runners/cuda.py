@@ -28,6 +28,7 @@ from engine.kernels.paged_attention import (
     paged_attention,
     variants,
 )
+from engine.kernels.sampling import mask
 from engine.models.decoder import Decoder, float32_logits, forward
 from engine.runner import Batch, StepOutput
 from engine.runners.cuda_copies import DeviceEvent, SwapCopies, fetch, upload
@@ -45,7 +46,7 @@ from engine.runners.drafts import accept
 from engine.runners.host_copies import nothing_sampled
 from engine.runners.paged_cache import paged_cache
 from engine.runners.step_plan import StepPlan, plan_step
-from engine.sampling import Contexts
+from engine.sampling_metadata import Contexts, Masker, Masks
 from protocol.errors import ConfigError
 
 Tensors = dict[str, torch.Tensor]
@@ -96,7 +97,7 @@ class LaunchedStep:
 
 class CUDARunner:
     """`model` and `cache` (flat uint8, owned by the caller, used in place) lie on one device, the one
-    torch computes on now.
+    torch computes on now. `masker`: as in `TorchCPURunner`.
 
     `graph_sizes`, ascending: numbers of decodes for which a step is captured, here and now. On CPU tensors Triton's
     interpreter computes all of this, for tests.
@@ -113,6 +114,7 @@ class CUDARunner:
         max_model_len: int,
         graph_sizes: tuple[int, ...] = (),
         num_host_blocks: int = 0,
+        masker: Masker | None = None,
     ) -> None:
         require_device()
         # TF32 keeps 10 bits of 23, and float32 is the exact dtype. An image may have turned it on (NVIDIA's set
@@ -124,6 +126,7 @@ class CUDARunner:
         _check_shapes(model, block_size)
         self.cache = paged_cache(cache, model, block_size)
         self.model, self.block_size, self.device = model, block_size, cache.device
+        self._masker = masker
         num_sms = (
             torch.cuda.get_device_properties(self.device).multi_processor_count if self.device.type == "cuda" else 1
         )
@@ -169,6 +172,14 @@ class CUDARunner:
             )  # fmt: skip
 
     @torch.inference_mode()
+    def launch_mask(self) -> None:
+        """Launches what masks logits under a grammar, over logits of nobody."""
+        vocab_size = self.model.config.vocab_size
+        logits = torch.zeros(1, vocab_size, device=self.device)
+        rows = torch.zeros(1, dtype=torch.int64, device=self.device)
+        mask(logits, rows, torch.zeros(1, -(-vocab_size // 32), dtype=torch.int32, device=self.device))
+
+    @torch.inference_mode()
     def launch(self, batch: Batch) -> LaunchedStep:
         """Gives the device its orders. `batch`'s arrays are read before this returns."""
         try:
@@ -188,7 +199,7 @@ class CUDARunner:
             self._last = torch.nn.functional.pad(self._last, (0, len(batch.token_ids) - len(self._last)))
         plan = plan_step(batch, self.block_size)
         size = self._graphs.size_for(len(batch.rows)) if int(batch.num_scheduled.max()) == 1 else None
-        metadata = _sampling_metadata(plan, batch, self.model.config.vocab_size)
+        metadata, failures = self._sampling_metadata(plan, batch)
         works = {window: attention_work(self._grids, plan.starts, plan.contexts, window) for window in self._windows}
         sent = upload(_step_arrays(plan, batch, size, works) | metadata.arrays, self.device)
         if size is not None:
@@ -204,7 +215,20 @@ class CUDARunner:
         if batch.num_drafts is None:
             self._last.index_copy_(0, sent["sampled_rows"], chosen)
         tokens, told = fetch(chosen), [fetch(tensor) for tensor in logprobs or ()]
-        return lambda: accept(plan, tokens, reports(metadata, *told) if told else {})
+        return lambda: accept(plan, tokens, reports(metadata, *told) if told else {}, failures)
+
+    def _sampling_metadata(self, plan: StepPlan, batch: Batch) -> tuple[DeviceSamplingMetadata, dict[int, str]]:
+        """And which sequences cannot go on under their grammar, as in `Masks`. All tokens of those under one are known
+        here: the scheduler sees to it.
+        """
+        if batch.sampling is None or not len(plan.sampled_tokens):
+            return NO_SAMPLING_METADATA, {}
+        rows = np.repeat(batch.rows[plan.sampled], 1 + plan.num_drafts)
+        num_known = (plan.positions[plan.sampled_tokens] + 1).astype(np.int32)
+        contexts = Contexts(rows, num_known, batch.token_ids, num_known)
+        masks: Masks | None = None if self._masker is None else self._masker.masks(batch.sampling, contexts)
+        metadata = device_sampling_metadata(batch.sampling, contexts, self.model.config.vocab_size, masks)
+        return metadata, {} if masks is None else masks.errors
 
     def _computed(self, plan: StepPlan, sent: Tensors, size: int | None, works: Works) -> torch.Tensor | None:
         """What goes into the head: [L, hidden]; None if L is 0."""
@@ -256,14 +280,6 @@ def _step_arrays(plan: StepPlan, batch: Batch, size: int | None, works: Works) -
         arrays["pending_rows"] = batch.rows[batch.pending].astype(np.int64)
         arrays["pending_tokens"] = plan.starts[:-1][batch.pending]
     return arrays
-
-
-def _sampling_metadata(plan: StepPlan, batch: Batch, vocab_size: int) -> DeviceSamplingMetadata:
-    if batch.sampling is None or not len(plan.sampled_tokens):
-        return NO_SAMPLING_METADATA
-    rows = np.repeat(batch.rows[plan.sampled], 1 + plan.num_drafts)
-    num_known = (plan.positions[plan.sampled_tokens] + 1).astype(np.int32)
-    return device_sampling_metadata(batch.sampling, Contexts(rows, num_known, batch.token_ids, num_known), vocab_size)
 
 
 def _check_shapes(model: Decoder, block_size: int) -> None:

@@ -14,9 +14,8 @@ import numpy.typing as npt
 import torch
 
 from engine.kernels import sampling as kernels
-from engine.sampling import Contexts
-from engine.sampling_metadata import SamplingMetadata
-from protocol.arrays import Int32, Int64
+from engine.sampling_metadata import Contexts, Masks, SamplingMetadata
+from protocol.arrays import Bool, Int32, Int64
 from protocol.messages import TokenLogprobs
 
 Array = npt.NDArray[Any]
@@ -47,6 +46,8 @@ class DeviceSamplingMetadata(NamedTuple):
                               the names in PENALTIES [N]; only if there are penalties
     biased, bias              int64, float32 [M]: which of N * vocab_size logits change by how much; only if any do
     forbidden                 int64 [F], likewise: cannot be chosen
+    masked, allowed           int64 [G], indices in S, int32 [G, ceil(vocab_size / 32)]: what grammars allow, as in
+                              `Masks`; only if there are grammars
     asked                     as below; only if any do
     """
     asked: Int64
@@ -58,7 +59,9 @@ class DeviceSamplingMetadata(NamedTuple):
 NO_SAMPLING_METADATA = DeviceSamplingMetadata({}, np.zeros(0, np.int64), np.zeros(0, np.int32))
 
 
-def device_sampling_metadata(sampling: SamplingMetadata, contexts: Contexts, vocab_size: int) -> DeviceSamplingMetadata:
+def device_sampling_metadata(
+    sampling: SamplingMetadata, contexts: Contexts, vocab_size: int, masks: Masks | None = None
+) -> DeviceSamplingMetadata:
     """`contexts.last` is not read: it may not be here yet."""
     special = np.flatnonzero(sampling.special[contexts.rows])
     if not len(special):
@@ -68,8 +71,10 @@ def device_sampling_metadata(sampling: SamplingMetadata, contexts: Contexts, voc
     arrays: Arrays = {"special": special, "indices": indices, "seeds": sampling.seeds[rows].view(np.int64)}
     arrays |= {name: getattr(sampling, name)[rows] for name in ("temperatures", "top_ps", "min_ps", "top_ks")}
     arrays |= _penalties(sampling, rows, num_known, contexts.token_ids) | _exceptions(
-        sampling, rows, indices, vocab_size
+        sampling, rows, num_known, vocab_size, None if masks is None else masks.final[special]
     )
+    if masks is not None and len(masks.which):
+        arrays |= {"masked": masks.which, "allowed": masks.allowed}
     asks = sampling.num_logprobs[rows] >= 0
     if asks.any():
         arrays["asked"] = special[asks]
@@ -79,10 +84,13 @@ def device_sampling_metadata(sampling: SamplingMetadata, contexts: Contexts, voc
 def sample_tokens(
     logits: torch.Tensor, sent: Mapping[str, torch.Tensor], last: torch.Tensor, metadata: DeviceSamplingMetadata
 ) -> tuple[torch.Tensor, Logprobs | None]:
-    """One token for each row of `logits`, float32 [S, vocab], int32 [S], and logprobs of those that asked.
+    """One token for each row of `logits`, float32 [S, vocab], int32 [S], and logprobs of those that asked. What
+    grammars forbid gets -inf in `logits` themselves.
 
     `sent`: the arrays of `metadata`, on the device; `last`: int32 [S] the last known token of each.
     """
+    if "masked" in sent:
+        kernels.mask(logits, sent["masked"], sent["allowed"])
     chosen = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
     kernels.greedy(logits, chosen)
     if "special" not in sent:
@@ -123,10 +131,11 @@ def reports(metadata: DeviceSamplingMetadata, own: Array, top_token_ids: Array, 
         top.tolist(),
         strict=True,
     )
-    return {
-        index: TokenLogprobs(value, tuple(ids[:count]), tuple(values[:count]))
-        for index, count, value, ids, values in rows
-    }
+    told = {}
+    for index, count, value, ids, values in rows:
+        count -= values[:count].count(float("-inf"))  # what a grammar forbids is no candidate; those are last
+        told[index] = TokenLogprobs(value, tuple(ids[:count]), tuple(values[:count]))
+    return told
 
 
 def _penalties(sampling: SamplingMetadata, rows: Int32, num_known: Int32, token_ids: Int32) -> Arrays:
@@ -145,16 +154,18 @@ def _penalties(sampling: SamplingMetadata, rows: Int32, num_known: Int32, token_
     }
 
 
-def _exceptions(sampling: SamplingMetadata, rows: Int32, indices: Int64, vocab_size: int) -> Arrays:
-    """Biases, and the ends of answers that are still too short."""
-    too_short = indices < sampling.min_tokens[rows]
+def _exceptions(
+    sampling: SamplingMetadata, rows: Int32, num_known: Int32, vocab_size: int, final: Bool | None
+) -> Arrays:
+    """Biases, and the ends of answers that are still too short. `final`: as in `Masks`."""
+    short = sampling.too_short(rows, num_known, final)
     biased, bias, forbidden = [], [], []
     for i, row in enumerate(rows.tolist()):
         token_ids, values = sampling.biases[row]
         if len(token_ids):
             biased.append(i * vocab_size + token_ids.astype(np.int64))
             bias.append(values)
-        if too_short[i] and len(sampling.ending[row]):
+        if short[i] and len(sampling.ending[row]):
             forbidden.append(i * vocab_size + sampling.ending[row].astype(np.int64))
     arrays: Arrays = {"biased": np.concatenate(biased), "bias": np.concatenate(bias)} if biased else {}
     return arrays | ({"forbidden": np.concatenate(forbidden)} if forbidden else {})

@@ -3,7 +3,7 @@
 Triton compiles a kernel for each combination of types and constants that it is launched with. Attention says itself
 which there are. All others that the engine's configuration lets a step choose are launched by steps, which are found by
 size alone, from one token to the largest step, with no context and with the longest: nothing here knows how a kernel
-chooses.
+chooses. Grammars do not come in such a step, so the mask is launched by itself.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,6 +36,7 @@ def warm_up(runner: CUDARunner, config: EngineConfig) -> None:
     zeroed in the end, before a transfer may write there.
     """
     runner.launch_attention()
+    runner.launch_mask()
     for batch in warm_up_batches(config):
         runner.execute(batch)
     runner.cache[1].zero_()

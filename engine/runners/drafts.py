@@ -1,5 +1,7 @@
 """Which drafts stand: the rule that makes speculation change nothing but the number of steps."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,8 +27,12 @@ def num_accepted(drafts: Int, num_drafts: Int, targets: Int) -> Int64:
     return accepted
 
 
-def accept(plan: StepPlan, chosen: Int32, reports: dict[int, TokenLogprobs]) -> StepOutput:
-    """Of what was chosen after each of the L sampled tokens, what stands. `reports`: by index in L."""
+def accept(
+    plan: StepPlan, chosen: Int32, reports: dict[int, TokenLogprobs], failures: Mapping[int, str] = MappingProxyType({})
+) -> StepOutput:
+    """Of what was chosen after each of the L sampled tokens, what stands. `reports`, `failures`: by index in L; what
+    fails after a draft does not count, since no such draft stands.
+    """
     num_drafts, most = plan.num_drafts, int(plan.num_drafts.max(initial=0))
     first = np.cumsum(1 + num_drafts) - 1 - num_drafts
     index = first[:, None] + np.minimum(np.arange(1 + most), num_drafts[:, None])
@@ -39,4 +45,9 @@ def accept(plan: StepPlan, chosen: Int32, reports: dict[int, TokenLogprobs]) -> 
         for sequence, start, count in zip(plan.sampled.tolist(), first.tolist(), (accepted + 1).tolist(), strict=True)
         if start in reports
     }
-    return StepOutput(token_ids=token_ids, counts=counts, logprobs=logprobs)
+    failed = {
+        sequence: failures[start]
+        for sequence, start in zip(plan.sampled.tolist(), first.tolist(), strict=True)
+        if start in failures
+    }
+    return StepOutput(token_ids=token_ids, counts=counts, logprobs=logprobs, failures=failed)

@@ -24,22 +24,31 @@ from engine.runners.drafts import accept
 from engine.runners.host_copies import HostCopies, nothing_sampled
 from engine.runners.paged_cache import paged_cache
 from engine.runners.step_plan import StepPlan, plan_step
-from engine.sampling import Contexts, greedy, sample_tokens
+from engine.sampling import greedy, sample_tokens
+from engine.sampling_metadata import Contexts, Masker
 
 
 class TorchCPURunner:
     """`cache`: flat uint8, owned by the caller (who may share it with other processes) and used in place.
+    `masker`: what serves grammars; without it none may come.
 
     Sets torch's thread count for the whole process, and fits the model's linears to this machine. Raises CapacityError
     as `paged_cache` does.
     """
 
     def __init__(
-        self, model: Decoder, cache: torch.Tensor, *, block_size: int, num_threads: int, num_host_blocks: int = 0
+        self,
+        model: Decoder,
+        cache: torch.Tensor,
+        *,
+        block_size: int,
+        num_threads: int,
+        num_host_blocks: int = 0,
+        masker: Masker | None = None,
     ) -> None:
         self.cache = paged_cache(cache, model, block_size)
         torch.set_num_threads(num_threads)
-        self.model, self.block_size = model, block_size
+        self.model, self.block_size, self._masker = model, block_size, masker
         self._copies = HostCopies(cache.view(len(self.cache), -1).numpy(), num_host_blocks)
         fit_linears(model, num_threads)
         fit_int8_linears(model, num_threads)
@@ -67,9 +76,10 @@ class TorchCPURunner:
             rows = np.repeat(batch.rows[plan.sampled], 1 + plan.num_drafts)
             num_known = (plan.positions[plan.sampled_tokens] + 1).astype(np.int32)
             last = plan.token_ids[plan.sampled_tokens].astype(np.int32)
-            output = accept(
-                plan, *sample_tokens(logits, batch.sampling, Contexts(rows, num_known, batch.token_ids, last))
-            )
+            contexts = Contexts(rows, num_known, batch.token_ids, last)
+            masks = None if self._masker is None else self._masker.masks(batch.sampling, contexts)
+            chosen, reports = sample_tokens(logits, batch.sampling, contexts, masks)
+            output = accept(plan, chosen, reports, {} if masks is None else masks.errors)
         self._last[batch.rows[plan.sampled]] = output.token_ids[plan.sampled, output.counts[plan.sampled] - 1]
         output.swapped_bytes, output.swap_seconds = swapped_bytes, swap_seconds
         output.seconds = time.perf_counter() - started

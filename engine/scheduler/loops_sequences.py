@@ -33,11 +33,11 @@ Chains = NewType("Chains", Int32)
 Positions = NewType("Positions", Int32)
 
 ROW, TOKENS, GOAL, COMPUTED, CAPACITY, LIMIT, CAP = range(7)
-EDGE, CHAINED, BASE, ATTEMPT, FRESH, IGNORE_EOS, PRODUCER = range(7, 14)
-NUM_OWN_LINES = 14
+EDGE, CHAINED, BASE, ATTEMPT, FRESH, IGNORE_EOS, PRODUCER, GUIDED = range(7, 15)
+NUM_OWN_LINES = 15
 """The lines that a sequence brings along and takes with it. Each step writes the others anew."""
-NUM, ALLOWED = 14, 15
-NUM_LINES = 16
+NUM, ALLOWED = 15, 16
+NUM_LINES = 17
 
 
 @compiled_loop(SOURCES)

@@ -27,6 +27,7 @@ from engine.scheduler.loops_sequences import (
     COMPUTED,
     FRESH,
     GOAL,
+    GUIDED,
     IGNORE_EOS,
     LIMIT,
     NUM,
@@ -146,14 +147,18 @@ def launch(state: State, drafted: int, scheduled: Scheduled, sample: Bool) -> in
     Writes for each sequence that has tokens whether it samples, and its position, row, tokens, tokens computed before,
     and tokens that are not known yet. `sample` and `scheduled` have room for all that run. `drafted` is 1 if all tokens
     up to the goal are there. Returns the number B of sequences in the batch.
+
+    What comes next under a grammar depends on the token that is being sampled: such a sequence goes on when that token
+    is known (`append`), and others a step earlier.
     """
-    row, tokens, goal, computed, cap, num = (
+    row, tokens, goal, computed, cap, num, guided = (
         state[ROW],
         state[TOKENS],
         state[GOAL],
         state[COMPUTED],
         state[CAP],
         state[NUM],
+        state[GUIDED],
     )
     count = 0
     for i in range(len(sample)):
@@ -168,7 +173,7 @@ def launch(state: State, drafted: int, scheduled: Scheduled, sample: Bool) -> in
             sample[count] = target >= tokens[i]
         else:
             sample[count] = target == goal[i]
-            if target == goal[i]:
+            if target == goal[i] and not guided[i]:
                 goal[i] = min(goal[i] + 1, cap[i])
         count += 1
     return count
@@ -194,7 +199,14 @@ def append(
     and number of tokens kept, `numbers_of` its request number, and `flat` its tokens. FIRST lists which of the R got
     their first token, COMPLETE the positions of complete sequences, STOPPED whether a stop token ended them. Returns R
     and the numbers of tokens kept, of first tokens and of complete sequences."""
-    row, tokens, limit, base = state[ROW], state[TOKENS], state[LIMIT], state[BASE]
+    row, tokens, limit, base, goal, cap = (
+        state[ROW],
+        state[TOKENS],
+        state[LIMIT],
+        state[BASE],
+        state[GOAL],
+        state[CAP],
+    )
     attempt, fresh, ignore_eos, producer = state[ATTEMPT], state[FRESH], state[IGNORE_EOS], state[PRODUCER]
     count, num_flat, num_fresh, num_complete = 0, 0, 0, 0
     for i in range(len(positions)):
@@ -212,6 +224,7 @@ def append(
                     stopped |= token == end
             stopped |= stops[i] == kept
         tokens[at] = before + kept
+        goal[at] = max(goal[at], min(tokens[at], cap[at]))
         if fresh[at]:
             fresh[at] = 0
             results[FIRST, num_fresh] = count

@@ -274,6 +274,16 @@ class Scheduler:
         events, self._state.events = self._state.events, Events()
         return events
 
+    def failures(self, output: StepOutput) -> list[tuple[RequestKey, str]]:
+        """Requests that the output of the oldest step in flight says cannot go on, and why. The caller aborts or
+        detaches them before it commits: then nothing of the step counts for them.
+        """
+        if not output.failures:
+            return []
+        running, positions = self._state.table.running, self._state.table.in_flight[0].positions
+        at = [(int(positions[index]), error) for index, error in output.failures.items()]
+        return [(running[position].request.key, error) for position, error in at if position >= 0]
+
     def commit(self, output: StepOutput) -> Committed:
         """Applies the output of the oldest batch in flight. Raises ProtocolError if it does not match the batch."""
         return commit_step(self._state, output)

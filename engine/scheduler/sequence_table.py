@@ -53,7 +53,7 @@ class SequenceTable:
       tokens; `limit` of known tokens at which it ends; `cap` beyond which nothing is ever computed.
     - `edge`: the end, in tokens, of the next block to make findable; `chained`: tokens in blocks whose hash is known;
       base: base + token index = index in the whole answer; attempt; fresh: 1 until its first token was reported;
-      ignore_eos; producer: 1 if its first token ends it here.
+      ignore_eos; producer: 1 if its first token ends it here; guided: 1 under a grammar.
     - `num`: tokens that the step being scheduled gives it; `allowed`: what the step's budget leaves of its goal, in
       steps that need to know.
     """
@@ -129,6 +129,7 @@ class SequenceTable:
         numbers[loops.FRESH] = int(num_tokens == sequence.num_first or sequence.first_token_id is not None)
         numbers[loops.IGNORE_EOS] = int(request.sampling.ignore_eos)
         numbers[loops.PRODUCER] = int(sequence.kv == "producer")
+        numbers[loops.GUIDED] = int(request.sampling.grammar is not None)
         loops.enter(
             self.state,
             position,

@@ -142,6 +142,6 @@ def test_a_model_is_loaded_in_a_thread_that_ends(monkeypatch: pytest.MonkeyPatch
     seen: list[threading.Thread] = []
     monkeypatch.setattr(build, "_model_runner", lambda *arguments: seen.append(threading.current_thread()))
     config = from_tree({"model": "m", "prefill": {"replicas": 0}})
-    build._cpu_runner(config, config.decode, np.zeros((2, 16), np.uint8), 0)
+    build._cpu_runner(config, config.decode, np.zeros((2, 16), np.uint8), 0, None)
     (thread,) = seen
     assert thread is not threading.current_thread() and not thread.is_alive()

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.sampling import SUM_WIDTH, Contexts, greedy, pick, sample_tokens, uniforms
-from engine.sampling_metadata import SamplingMetadata
+from engine.sampling import SUM_WIDTH, greedy, pick, sample_tokens, uniforms
+from engine.sampling_metadata import Contexts, SamplingMetadata
 from protocol.messages import SamplingParams
 
 EOS = 2

@@ -5,10 +5,12 @@ import pytest
 from protocol.errors import (
     DeadlineExceeded,
     Draining,
+    InvalidRequest,
     ProtocolError,
     RequestCancelled,
     RequestFailed,
 )
+from protocol.grammar import Grammar
 from protocol.messages import (
     AbortRequest,
     Address,
@@ -17,6 +19,7 @@ from protocol.messages import (
     PeerGap,
     PeerUp,
     RouterStatus,
+    SamplingParams,
     StageSeconds,
 )
 from tests.router.router_world import D, P, World, status
@@ -88,6 +91,18 @@ def test_a_gap_in_the_answer_is_a_bug() -> None:
     world.submit()
     with pytest.raises(ProtocolError, match="start at 2"):
         world.tokens(D, 2, [42])
+
+
+def test_an_answer_that_cannot_go_on_under_its_grammar_is_tried_nowhere_else() -> None:
+    world = World()
+    world.submit(sampling=SamplingParams(grammar=Grammar("regex", "a+")))
+    world.sent()
+    world.tokens(P, 0, [1])
+    world.tokens(D, 1, [2], end=("invalid", None, "too many states"))
+    error = world.ended().error
+    assert isinstance(error, InvalidRequest) and str(error) == "grammar: regex is not allowed: too many states"
+    assert [(to, message.reason) for to, message in world.sent(AbortRequest)] == [(P, "superseded")]
+    assert world.router.counters["retries"] == 0
 
 
 def test_a_failed_attempt_goes_on_from_what_was_delivered() -> None:

@@ -17,7 +17,7 @@ from engine.kernels.gated_activation import gated_activation
 from engine.kernels.paged_attention import Launch, attention_grids, make_workspace, paged_attention, variants
 from engine.kernels.rms_norm import add_rms_norm, rms_norm
 from engine.kernels.rope_and_cache import rope_and_cache
-from engine.kernels.sampling import greedy, penalise, sample
+from engine.kernels.sampling import greedy, mask, penalise, sample
 
 BLOCK_SIZE = 16
 Case = Callable[[], object]
@@ -146,6 +146,9 @@ CASES: dict[str, Case] = {
     **_attention_cases("Phi-3-mini", PHI_MINI, 32, (0, 2047)),
     **_attention_cases("Gemma 3 4B", GEMMA_4B, 34, (0, 1024), DTYPES),
     "greedy 8B": lambda: greedy(meta(64, 128256, dtype=torch.float32), meta(64, dtype=torch.int32)),
+    "mask 8B": lambda: mask(
+        meta(64, 128256, dtype=torch.float32), meta(8, dtype=torch.int64), meta(8, 4008, dtype=torch.int32)
+    ),
     "sample 8B": _sample,
     "penalise 8B": _penalise,
 }

@@ -4,6 +4,7 @@ or handed over.
 The file is longer than 300 lines because every test runs the one interpreted engine that its head sets up.
 """
 
+import itertools
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -34,8 +35,10 @@ from engine.runners.cuda_copies import DeviceEvent, upload
 from engine.runners.cuda_memory import kv_blocks, largest_batch
 from engine.runners.step_plan import plan_step
 from engine.runners.torch_cpu import TorchCPURunner
+from engine.sampling_metadata import Contexts, Masks, SamplingMetadata
 from protocol.arrays import Int32
 from protocol.errors import CapacityError, ConfigError, TwopassError
+from protocol.grammar import Grammar
 from protocol.messages import SamplingParams
 from tests.engine.runner_driver import generate, make_batch
 from tests.engine.test_sampling_flow import Engine
@@ -60,6 +63,10 @@ SAMPLINGS = {
         logprobs=3,
     ),
     "cold and asked": SamplingParams(logprobs=2, frequency_penalty=0.4, seed=5),
+    "guided": SamplingParams(grammar=Grammar("regex", "any"), seed=6),
+    "guided and warm": SamplingParams(
+        grammar=Grammar("regex", "any"), temperature=1.1, seed=7, logprobs=3, logit_bias=((41, 5.0),)
+    ),
 }
 GEMMA3: dict[str, Any] = {
     "architecture": "Gemma3ForCausalLM",
@@ -200,6 +207,21 @@ class Echo:
         return known[earlier[-1] + 1 :][:max_num_drafts] if earlier else known[:max_num_drafts]
 
 
+class Residues:
+    """A masker of one rule: under a grammar, a token and the one before add up to a multiple of 3. So a token that is
+    not known yet would show.
+    """
+
+    def masks(self, sampling: SamplingMetadata, contexts: Contexts) -> Masks | None:
+        which = [index for index, row in enumerate(contexts.rows.tolist()) if row in sampling.guides]
+        before = contexts.token_ids[contexts.rows[which], contexts.num_known[which] - 1]
+        bits = (before[:, None] + np.arange(TINY.vocab_size)) % 3 == 0
+        padded = np.zeros((len(which), -(-TINY.vocab_size // 32) * 32), np.bool_)
+        padded[:, : TINY.vocab_size] = bits
+        allowed = np.packbits(padded, axis=1, bitorder="little").view(np.int32)
+        return Masks(np.array(which, np.int64), allowed, np.zeros(len(contexts.rows), np.bool_), {})
+
+
 def sampled(runner: Runner, **how: Any) -> Engine:
     engine = Engine(runner, eos=(12,), block_size=BLOCK_SIZE, **how)
     for i, (name, sampling) in enumerate(SAMPLINGS.items()):
@@ -219,10 +241,15 @@ def sampled(runner: Runner, **how: Any) -> Engine:
     ids=["plain", "two in flight, padded", "drafts"],
 )
 def test_sampled_answers_and_their_logprobs(how: dict[str, Any], graph_sizes: tuple[int, ...]) -> None:
-    model = model_of()
-    expected, engine = sampled(by_torch(model), **how), sampled(by_kernels(model, graph_sizes=graph_sizes), **how)
+    model, masker = model_of(), Residues()
+    expected = sampled(by_torch(model, masker=masker), **how)
+    engine = sampled(by_kernels(model, graph_sizes=graph_sizes, masker=masker), **how)
     assert engine.answers == expected.answers
-    assert {name for name, entries in engine.logprobs.items() if entries} == {"cut", "bent", "cold and asked"}
+    for name in ("guided", "guided and warm"):
+        answer = engine.answer(name)
+        assert all((token + before) % 3 == 0 for before, token in itertools.pairwise(answer)), answer
+    asked = {"cut", "bent", "cold and asked", "guided and warm"}
+    assert {name for name, entries in engine.logprobs.items() if entries} == asked
     for name, entries in expected.logprobs.items():
         for ours, theirs in zip(engine.logprobs[name], entries, strict=True):
             assert ours.offset == theirs.offset and ours.values.top_token_ids == theirs.values.top_token_ids
@@ -360,7 +387,7 @@ def test_an_engine_on_a_gpu_gets_the_blocks_that_are_named_or_found(
     compiled: list[str] = []  # as in a process of its own
     for module in (launch, cuda):
         monkeypatch.setattr(module, "compiled", compiled)
-    runner = make(torch.zeros(blocks, size, dtype=torch.uint8), 3)
+    runner = make(torch.zeros(blocks, size, dtype=torch.uint8), 3, None)
     assert isinstance(runner, CUDARunner)
     output = runner.execute(make_batch([[1, 2]], [0], [2], [[1]]))
     assert output.counts.tolist() == [1] and output.compiled == ()
@@ -437,7 +464,7 @@ def test_prefill_hands_over_to_decode(monkeypatch: pytest.MonkeyPatch, tmp_path:
     ]
     runners: list[CUDARunner] = []
 
-    def kernels(config: Any, pool: Any, cache: npt.NDArray[np.uint8], host_blocks: int) -> Runner:
+    def kernels(config: Any, pool: Any, cache: npt.NDArray[np.uint8], host_blocks: int, guidance: Any) -> Runner:
         runners.append(
             OneAtATime(
                 model_of(),

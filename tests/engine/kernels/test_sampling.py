@@ -12,7 +12,7 @@ import torch
 
 from engine import sampling as on_cpu
 from engine.kernels import sampling
-from engine.sampling_metadata import SamplingMetadata
+from engine.sampling_metadata import Contexts, Masks, SamplingMetadata
 from protocol.arrays import Float32
 from protocol.messages import SamplingParams
 
@@ -57,7 +57,7 @@ def choose_both(
     for row, (params, seed) in enumerate(zip(choices, seeds, strict=True)):
         table.put(row, replace(params, seed=seed), base=index, eos_token_ids=())
     nobody = np.zeros(count, np.int32)
-    contexts = on_cpu.Contexts(np.arange(count, dtype=np.int32), nobody, np.zeros((count, 1), np.int32), nobody)
+    contexts = Contexts(np.arange(count, dtype=np.int32), nobody, np.zeros((count, 1), np.int32), nobody)
     expected, _ = on_cpu.sample_tokens(torch.from_numpy(scores.copy()), table, contexts)
     out = torch.full((count,), -1, dtype=torch.int32)
     sampling.sample(
@@ -125,6 +125,23 @@ def test_a_large_vocabulary(rng: np.random.Generator) -> None:
     assert chosen == expected
 
 
+@pytest.mark.parametrize("vocab_size", [31, 97, 4096, 9001])
+def test_masked_tokens_get_no_chance(rng: np.random.Generator, vocab_size: int) -> None:
+    logits = rng.standard_normal((4, vocab_size)).astype(np.float32)
+    allowed = rng.integers(-(2**31), 2**31, (2, -(-vocab_size // 32))).astype(np.int32)
+    allowed[0, -1] = -(2**31)  # beyond a vocabulary that does not fill its last word
+    rows = np.array([2, 0])
+    expected = logits.copy()
+    for row, bits in zip(rows, allowed, strict=True):
+        for token in range(vocab_size):
+            if not (int(bits[token // 32]) >> token % 32) & 1:
+                expected[row, token] = -np.inf
+    on_cpu._forbid(by_cpu := logits.copy(), Masks(rows, allowed, np.zeros(4, np.bool_), {}))
+    ours = torch.from_numpy(logits)
+    sampling.mask(ours, torch.from_numpy(rows), torch.from_numpy(allowed))
+    assert (ours.numpy() == expected).all() and (by_cpu == expected).all()
+
+
 def test_no_rows() -> None:
     none, ids = torch.empty(0), torch.empty(0, dtype=torch.int32)
     sampling.greedy(none.view(0, 9), ids)
@@ -163,7 +180,7 @@ def test_penalties_are_those_of_the_cpu(rng: np.random.Generator) -> None:
         table.put(row, choices[s], base=-int(prompt[s]), eos_token_ids=())
     scores = rng.standard_normal((count, VOCAB)).astype(np.float32)
     expected = scores.copy()
-    on_cpu._penalise(expected, table, on_cpu.Contexts(rows, num_known, token_ids, last))
+    on_cpu._penalise(expected, table, Contexts(rows, num_known, token_ids, last))
     ours = torch.from_numpy(scores.copy())
     sampling.penalise(
         ours,

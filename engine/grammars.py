@@ -56,7 +56,8 @@ class GrammarWaits:
         if grammar is None:
             return True
         if self._grammars is None:
-            raise InvalidRequest("grammar", grammar.kind, "this engine's model has no tokenizer")
+            limit = "none for this model, which has no tokenizer or no token that ends an answer"
+            raise InvalidRequest("grammar", grammar.kind, limit)
         self._held[key] = grammar
         if not self._grammars.hold(grammar):
             self._waiting.setdefault(grammar, []).append(key)

@@ -11,6 +11,19 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from protocol.grammar import GrammarKind
+
+
+class Guided(NamedTuple):
+    """What form the answer is to have, as in protocol/grammar.py. `choices` stand for the text of a choice. `field`:
+    what the client calls it.
+    """
+
+    field: str
+    kind: GrammarKind
+    text: str = ""
+    choices: Sequence[str] = ()
+
 
 class ChatTurn(NamedTuple):
     role: str
@@ -47,6 +60,7 @@ class SamplingOptions:
     n: int = 1
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     include_stop_str_in_output: bool = False
+    guided: Guided | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from google.protobuf.message import DecodeError, Message
 from protocol.errors import InvalidRequest
 from protocol.messages import FinishReason
 from router.call import Piece
-from router.call_request import CallRequest, ChatTurn, Prompt, SamplingOptions
+from router.call_request import CallRequest, ChatTurn, Guided, Prompt, SamplingOptions
 from router.policy import ReplicaView
 from twopass.proto import twopass_pb2 as pb
 
@@ -21,7 +21,7 @@ _FINISH_REASONS: dict[FinishReason, pb.FinishReason] = {
 _SCALARS = [
     field.name
     for field in pb.SamplingParams.DESCRIPTOR.fields
-    if field.has_presence  # lists and maps have none
+    if field.has_presence and not field.name.startswith("guided_")  # lists and maps have none
 ]
 
 
@@ -50,12 +50,29 @@ def decode_generate(message: pb.GenerateRequest) -> CallRequest:
     return CallRequest(
         prompt=decode_prompt(message),
         sampling=SamplingOptions(
-            stop=params.stop, stop_token_ids=params.stop_token_ids, logit_bias=params.logit_bias, **given
+            stop=params.stop,
+            stop_token_ids=params.stop_token_ids,
+            logit_bias=params.logit_bias,
+            guided=_guided(params),
+            **given,
         ),
         priority=message.priority,
         cache_salt=message.cache_salt,
         request_id=message.request_id if message.HasField("request_id") else None,
     )
+
+
+def _guided(params: pb.SamplingParams) -> Guided | None:
+    match field := params.WhichOneof("guided"):
+        case "guided_json":
+            return Guided(field, "json_schema", params.guided_json)
+        case "guided_regex":
+            return Guided(field, "regex", params.guided_regex)
+        case "guided_choice":
+            return Guided(field, "choice", choices=params.guided_choice.choices)
+        case "guided_json_object" if params.guided_json_object:
+            return Guided(field, "json_object")
+    return None
 
 
 def decode_prompt(message: pb.GenerateRequest | pb.TokenizeRequest) -> Prompt:

@@ -2,6 +2,7 @@
 limit. Every door's dialect comes through here.
 """
 
+import json
 import re
 import uuid
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import numpy.typing as npt
 
 from protocol.arrays import Int32
 from protocol.errors import InvalidRequest
+from protocol.grammar import MAX_GRAMMAR_BYTES, Grammar
 from protocol.messages import SamplingParams
 from router.admission import Account, ClientRequest
 from router.call_request import CallRequest, ChatTurn, Prompt, SamplingOptions
@@ -27,6 +29,8 @@ MAX_CHAT_MESSAGES = 4096
 MAX_LOGPROBS = 20
 MAX_BIASED_TOKENS = 1024
 MAX_N = 64
+MAX_SHOWN_CHARACTERS = 64
+"""Of a grammar's text, in an error."""
 MAX_INT32, MAX_INT64 = 2**31 - 1, 2**63 - 1
 
 RANGES: dict[str, tuple[float, float]] = {
@@ -74,7 +78,7 @@ def parse_generate(
     request_id = uuid.uuid4().hex if asked.request_id is None else check_id(asked.request_id)
     _check_priority(asked.priority)
     _check_salt(asked.cache_salt)
-    stop, sampling = _stop_strings(options), _sampling(options, vocab_size)
+    stop, sampling = _stop_strings(options), _sampling(options, tokenizer, vocab_size)
     if options.n > 1 and options.temperature == 0:
         raise InvalidRequest("n", options.n, "1 without a temperature: all answers would be the same")
     request = ClientRequest(
@@ -122,7 +126,7 @@ def _numbered(request: ClientRequest, index: int) -> ClientRequest:
     return replace(request, request_id=f"{request.request_id} {index}", sampling=sampling)
 
 
-def _sampling(options: SamplingOptions, vocab_size: int) -> SamplingParams:
+def _sampling(options: SamplingOptions, tokenizer: Tokenizer, vocab_size: int) -> SamplingParams:
     for name, (least, greatest) in RANGES.items():
         value = getattr(options, name)
         if value is not None and not least <= value <= greatest:  # NaN is outside, too
@@ -147,7 +151,36 @@ def _sampling(options: SamplingOptions, vocab_size: int) -> SamplingParams:
         seed=options.seed,
         stop_token_ids=_stop_token_ids(options, vocab_size),
         ignore_eos=options.ignore_eos,
+        grammar=_grammar(options, tokenizer),
     )
+
+
+def _grammar(options: SamplingOptions, tokenizer: Tokenizer) -> Grammar | None:
+    """Compiles what form is asked for, to refuse it here. Engines compile it again, for their tokens."""
+    guided = options.guided
+    if guided is None:
+        return None
+    field, kind = guided.field, guided.kind
+    if not tokenizer.has_text:
+        raise InvalidRequest(field, kind, "none without a tokenizer: answers of this model are numbers")
+    if options.ignore_eos:
+        raise InvalidRequest("ignore_eos", True, f"false with {field}: the answer ends where nothing may follow")
+    if kind == "choice":
+        if not guided.choices:
+            raise InvalidRequest(field, "0 texts", "at least 1")
+        if "" in guided.choices:
+            raise InvalidRequest(f"{field}[{list(guided.choices).index('')}]", "''", "must not be empty")
+    elif kind != "json_object" and not guided.text:
+        raise InvalidRequest(field, "''", "must not be empty")
+    grammar = Grammar(kind, json.dumps(list(guided.choices)) if kind == "choice" else guided.text)
+    num_bytes = len(grammar.text.encode())
+    if num_bytes > MAX_GRAMMAR_BYTES:
+        raise InvalidRequest(field, f"{num_bytes} bytes", f"at most {MAX_GRAMMAR_BYTES} bytes")
+    from protocol.llguidance_grammars import fault  # takes 0.3 s, which only such requests need
+
+    if said := fault(grammar):
+        raise InvalidRequest(field, repr(grammar.text)[:MAX_SHOWN_CHARACTERS], said)
+    return grammar
 
 
 def _prompt_token_ids(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int, max_model_len: int) -> Int32:

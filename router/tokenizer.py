@@ -41,6 +41,10 @@ class Tokenizer(Protocol):
         """By token id, its part of a text in UTF-8. It may be a part of a character; special tokens have none."""
 
     @property
+    def has_text(self) -> bool:
+        """False where tokens are numbers that stand for no text."""
+
+    @property
     def has_chat_template(self) -> bool: ...
 
     def encode(self, text: str) -> Int32:
@@ -70,6 +74,8 @@ class TextTokenizer:
     """A tokenizer whose tokens are byte strings, whatever their neighbours are: byte-level BPE as in GPT-2 (Llama 3,
     Qwen, SmolLM2), or SentencePiece's kind with "▁" for a blank (Llama 2, Mistral).
     """
+
+    has_text = True
 
     def __init__(self, model_dir: Path) -> None:
         path = model_dir / "tokenizer.json"
@@ -128,6 +134,7 @@ class TextTokenizer:
 class NumberTokenizer:
     """Stands in for the tokenizer of a model without text. Token 17 reads `<17> `."""
 
+    has_text = False
     has_chat_template = True
 
     def __init__(self, vocab_size: int) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 FinishReason = Literal["stop", "length"]
 
@@ -29,6 +29,11 @@ class GenerateOptions(TypedDict, total=False):
     """How many answers to the same prompt are wanted; `Chunk.index` tells them apart."""
     logit_bias: Mapping[int, float]
     include_stop_str_in_output: bool
+    guided_json: str | Mapping[str, Any]
+    """A JSON schema that the answer follows; at most one of the four `guided` options may be given."""
+    guided_json_object: bool
+    guided_regex: str
+    guided_choice: Sequence[str]
     priority: int
     """Requests of lower priority are served first."""
     cache_salt: str
@@ -62,7 +67,8 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural logarithms of the model's own probabilities, before penalties, temperature and filters. `top` holds the
+    """Natural logarithms of the model's own probabilities, before penalties, temperature and filters; with
+    a `guided` option they are shared among the tokens that it allows. `top` holds the
     likeliest tokens, likeliest first.
     """
 

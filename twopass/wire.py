@@ -1,5 +1,6 @@
 """Converts between Python values and the messages of the contract: requests, answers and errors."""
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -49,6 +50,7 @@ def generate_request(
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
     fields: dict[str, Any] = {name: given.pop(name) for name in _REQUEST_FIELDS if name in given}
+    given |= _guided(given)
     fields["sampling"] = _build(pb.SamplingParams, given)
     if prompt is not None:
         fields["text"] = prompt
@@ -57,6 +59,19 @@ def generate_request(
     else:
         fields["chat"] = _build(pb.Chat, {"messages": messages})
     return _build(pb.GenerateRequest, fields)
+
+
+def _guided(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What form the answer is to have, as its field takes it. Raises InvalidRequest if several are given."""
+    names = [name for name in given if name.startswith("guided_")]
+    if len(names) > 1:
+        raise InvalidRequest(f"{names[1]}: not together with {names[0]}", field=names[1])
+    fields: dict[str, Any] = {}
+    if isinstance(schema := given.get("guided_json"), Mapping):
+        fields["guided_json"] = json.dumps(schema)
+    if "guided_choice" in given:
+        fields["guided_choice"] = _build(pb.GuidedChoice, {"choices": given["guided_choice"]})
+    return fields
 
 
 def tokenize_request(text: str | None, messages: Iterable[Mapping[str, str]] | None) -> pb.TokenizeRequest:

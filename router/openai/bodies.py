@@ -31,9 +31,7 @@ UNSERVED: dict[str, tuple[object, ...]] = {
     "chat_template_kwargs": ({},),
     "documents": ([],),
     "return_tokens_as_token_ids": (False,),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"), ()),
+    **dict.fromkeys(("guided_grammar", "guided_whitespace_pattern", "structural_tag"), ()),
     "web_search_options": (),
     "prediction": (),
 }
@@ -45,7 +43,7 @@ HARMLESS = frozenset(
 MAX_SHOWN = 64
 """Characters of a value that an error repeats."""
 
-_TYPES = frozenset(("str", "int", "bool", "float", "ContentPart"))
+_TYPES = frozenset(("str", "int", "bool", "float", "dict", "ContentPart"))
 """What pydantic adds to the place of a fault where a field may have one of several types."""
 
 B = TypeVar("B", bound="Body")
@@ -62,6 +60,24 @@ class StreamOptions(Body):
 class ModelBody(Body):
     model: str | None = None
     """None: whatever is served."""
+
+
+class JsonSchema(Body):
+    """OpenAI's `name`, `description` and `strict` change nothing: every schema is strict."""
+
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Body):
+    json_schema: dict[str, Any] | str | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
 
 
 class SamplingBody(ModelBody):
@@ -83,6 +99,11 @@ class SamplingBody(ModelBody):
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     include_stop_str_in_output: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int | None = None

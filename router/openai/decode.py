@@ -1,12 +1,21 @@
 """OpenAI's bodies as the calls that they stand for. Slow for long texts, so it must not run on an event loop."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from protocol.errors import InvalidRequest
-from router.call_request import CallRequest, ChatTurn, Prompt, SamplingOptions
-from router.openai.bodies import ChatBody, CompletionBody, MessageBody, SamplingBody, TokenizeBody
+from router.call_request import CallRequest, ChatTurn, Guided, Prompt, SamplingOptions
+from router.openai.bodies import (
+    MAX_SHOWN,
+    ChatBody,
+    CompletionBody,
+    MessageBody,
+    SamplingBody,
+    StructuredOutputs,
+    TokenizeBody,
+)
 from router.tokenizer import Tokenizer, join_bytes
 
 DEFAULT_TEMPERATURE = 1.0
@@ -143,8 +152,52 @@ def _options(body: SamplingBody, max_tokens: int | None, logprobs: int | None) -
         stop=[body.stop] if isinstance(body.stop, str) else body.stop or (),
         logit_bias=_logit_bias(body.logit_bias or {}),
         logprobs=logprobs,
+        guided=_guided(body),
         **given,
     )
+
+
+def _guided(body: SamplingBody) -> Guided | None:
+    """What form the answer is to have. It can be asked for in several ways, but only in one at a time."""
+    asked: list[Guided] = []
+    if (form := body.response_format) is not None and form.type != "text":
+        if form.type == "json_object":
+            asked.append(Guided("response_format", "json_object"))
+        elif form.json_schema is None:
+            raise InvalidRequest("response_format.json_schema", "nothing", "a schema for the type json_schema")
+        else:
+            asked.append(_schema("response_format.json_schema.schema", form.json_schema.json_schema))
+    if body.guided_json is not None:
+        asked.append(_schema("guided_json", body.guided_json))
+    if body.guided_regex is not None:
+        asked.append(Guided("guided_regex", "regex", body.guided_regex))
+    if body.guided_choice is not None:
+        asked.append(Guided("guided_choice", "choice", choices=body.guided_choice))
+    if (outputs := body.structured_outputs) is not None:
+        asked += _structured(outputs)
+    if len(asked) > 1:
+        raise InvalidRequest(asked[1].field, "set", f"not together with {asked[0].field}")
+    return asked[0] if asked else None
+
+
+def _structured(outputs: StructuredOutputs) -> list[Guided]:
+    for name, value in (outputs.model_extra or {}).items():
+        if value:
+            raise InvalidRequest(f"structured_outputs.{name[:32]}", repr(value)[:MAX_SHOWN], "not served here")
+    asked: list[Guided] = []
+    if outputs.json_schema is not None:
+        asked.append(_schema("structured_outputs.json", outputs.json_schema))
+    if outputs.json_object:
+        asked.append(Guided("structured_outputs.json_object", "json_object"))
+    if outputs.regex is not None:
+        asked.append(Guided("structured_outputs.regex", "regex", outputs.regex))
+    if outputs.choice is not None:
+        asked.append(Guided("structured_outputs.choice", "choice", choices=outputs.choice))
+    return asked
+
+
+def _schema(field: str, schema: dict[str, Any] | str) -> Guided:
+    return Guided(field, "json_schema", schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False))
 
 
 def _logit_bias(biases: dict[str, float]) -> dict[int, float]:

@@ -42,6 +42,7 @@ bad_params: dict[str, st.SearchStrategy[Any]] = {
     "repetition_penalty": outside(0.01, 100),
     "logprobs": integers_outside(0, 20),
     "n": integers_outside(1, 64),
+    "guided_regex": st.sampled_from(["", "(a", "a+"]),
     "logit_bias": st.dictionaries(not_a_token, st.just(1.0), min_size=1, max_size=2)
     | st.dictionaries(a_token, outside(-100, 100), min_size=1, max_size=2),
 }

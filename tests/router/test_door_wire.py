@@ -14,6 +14,7 @@ from protocol.errors import (
     RequestError,
     RequestFailed,
 )
+from protocol.grammar import Grammar
 from protocol.histogram import SECONDS, Histogram
 from protocol.messages import Address, SamplingParams, TokenLogprobs
 from router.admission import Account, ClientRequest
@@ -56,7 +57,14 @@ def test_a_doors_message_arrives_as_it_was(message: DoorMessage) -> None:
 
 
 def test_a_submit_arrives_as_it_was() -> None:
-    sampling = SamplingParams(temperature=0.5, seed=-(2**63), logit_bias=((3, -1.5),), stop_token_ids=(9,), logprobs=2)
+    sampling = SamplingParams(
+        temperature=0.5,
+        seed=-(2**63),
+        logit_bias=((3, -1.5),),
+        stop_token_ids=(9,),
+        logprobs=2,
+        grammar=Grammar("regex", "a+"),
+    )
     request = ClientRequest(
         request_id="mine 0",
         prompt_token_ids=np.array([1, 2, 2**31 - 1], np.int32),

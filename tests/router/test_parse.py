@@ -124,7 +124,10 @@ def test_a_request_without_a_defect_is_not(request: tuple[dict[str, Any], dict[s
 def test_every_field_of_the_sampling_parameters_reaches_somebody() -> None:
     """A field that nobody reads would be accepted without effect."""
     elsewhere = {"max_tokens", "stop", "n", "include_stop_str_in_output"}
-    assert {field.name for field in pb.SamplingParams.DESCRIPTOR.fields} == elsewhere | set(SamplingParams.__slots__)
+    grammars = {"guided_json", "guided_json_object", "guided_regex", "guided_choice"}
+    assert {field.name for field in pb.SamplingParams.DESCRIPTOR.fields} == elsewhere | grammars | (
+        set(SamplingParams.__slots__) - {"grammar"}
+    )
 
 
 def test_several_answers_differ_in_id_and_seed_only() -> None:
@@ -148,7 +151,7 @@ def test_the_model_length_is_not_checked_before_an_engine_has_named_it() -> None
 class Counting:
     """The small tokenizer, which counts the texts that it has to tokenise."""
 
-    has_chat_template, token_bytes = True, SMALL.token_bytes
+    has_chat_template, has_text, token_bytes = True, True, SMALL.token_bytes
     render, decode = staticmethod(SMALL.render), staticmethod(SMALL.decode)
     least_tokens = staticmethod(SMALL.least_tokens)
 

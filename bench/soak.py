@@ -22,9 +22,9 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
+from bench.memory import memory_bytes
 from cluster.config import from_tree
 from cluster.serve import Deployment
 from engine.runners.arithmetic_model import expected_tokens
@@ -47,7 +47,7 @@ class Capacity:
     free_blocks: dict[str, int]
     """Number of free blocks by engine."""
     memory_bytes: dict[str, int]
-    """Resident anonymous memory by process. Shared memory and mapped files do not count."""
+    """Resident anonymous memory by process."""
     pids: dict[str, int]
 
 
@@ -176,13 +176,8 @@ def idle_capacity(deployment: Deployment) -> Capacity:
             raise TimeoutError(f"not idle after {IDLE_TIMEOUT_S:g} s: {loads}")
         time.sleep(0.05)
     pids = {name: int(deployment.actor(name).call("pid")) for name in (ROUTER_ID, *statuses)}
-    memory = {name: _memory_bytes(pid) for name, pid in pids.items()}
+    memory = {name: memory_bytes(pid) for name, pid in pids.items()}
     return Capacity({name: status.num_free_blocks for name, status in statuses.items()}, memory, pids)
-
-
-def _memory_bytes(pid: int) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
 
 def soak(minutes: float, seed: int) -> Report:

@@ -93,3 +93,34 @@ def test_a_thousand_idle_connections_to_each_door_harm_nobody() -> None:
         http_scenario(test, ScriptedCore(echo))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_client_that_does_not_read_its_events_slows_only_itself() -> None:
+    """What the sockets do not take waits in its buffer, whose limit ends its request alone."""
+    body = b'{"prompt": [1], "stream": true, "max_tokens": 9000}'
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(body)
+
+    async def test(s: Serving, client: httpx.AsyncClient) -> None:
+        with socket.socket() as deaf:
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            deaf.connect(("127.0.0.1", s.ports["http_port"]))
+            deaf.sendall(head + body)
+            slow = (await s.next_submit()).request_id
+            begun = client.stream("POST", "/v1/completions", content=body)
+            beginning = asyncio.create_task(begun.__aenter__())
+            quick, num_tokens = (await s.next_submit()).request_id, 0
+            s.core.tokens(quick, 7)
+            s.pump()
+            lines = (await beginning).aiter_lines()
+            while s.core.calls.empty():
+                assert json.loads((await anext(lines)).removeprefix("data: "))["choices"][0]["text"] == "<7> "
+                assert await anext(lines) == ""
+                s.core.tokens(slow, *range(900))
+                s.core.tokens(quick, 7)
+                s.pump()
+                num_tokens += 900
+            assert s.core.calls.get_nowait() == ("cancel", slow)
+            await begun.__aexit__(None, None, None)
+            assert 4 * num_tokens < 64 * 2**20  # bytes of text that the kernel or the door took
+
+    http_scenario(test, max_buffered_tokens=2000)

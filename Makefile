@@ -60,7 +60,7 @@ bench: setup
 	$(BIN)/python -m bench.runner
 	$(BIN)/python -m bench.quantization
 	$(BIN)/python -m bench.transfer --json
-	$(BIN)/python -m bench.router_overhead
+	$(BIN)/python -m bench.router
 	$(BIN)/python -m bench.serving
 	$(BIN)/python -m bench.interference
 	$(BIN)/python -m bench.preemption_modes --json

@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import json
 import math
-import os
 import select
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.process import cpu_s
 from cluster.config import from_tree
 from cluster.fetch import demo_model_dir
 from cluster.serve import Deployment
@@ -225,9 +225,9 @@ def serving_rows(
             spent = {key: value - before.get(key, 0.0) for key, value in _counted(deployment).items()}
             rows.append(_row(name, seconds, answers, spent, prefill > 0))
         pids = [deployment.actor(load.address.replica_id).call("pid") for load in deployment.loads()]
-        idle_before = sum(map(_cpu_s, pids))
+        idle_before = sum(map(cpu_s, pids))
         time.sleep(IDLE_S)
-        idle = (sum(map(_cpu_s, pids)) - idle_before) / IDLE_S / len(pids)
+        idle = (sum(map(cpu_s, pids)) - idle_before) / IDLE_S / len(pids)
     return rows, idle
 
 
@@ -253,11 +253,6 @@ def _row(
     )
 
 
-def _cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def run(model_dir: Path, note: Callable[[str], None]) -> dict[str, Any]:
     """Measures all rows, and their ratios to transformers and to the floor at the same number of requests."""
     rows = transformers_rows(model_dir, note)
@@ -277,7 +272,7 @@ def run(model_dir: Path, note: Callable[[str], None]) -> dict[str, Any]:
             }
             for row in rows
         ],
-        "idle_cpu_share_of_a_core": {"colocated": idle_colocated, "1P1D": idle_split},
+        "idlecpu_share_of_a_core": {"colocated": idle_colocated, "1P1D": idle_split},
     }
 
 
@@ -320,7 +315,7 @@ def table(result: dict[str, Any]) -> str:
         )
         for line in cells
     ]
-    idle = ", ".join(f"{name} {share:.2%}" for name, share in result["idle_cpu_share_of_a_core"].items())
+    idle = ", ".join(f"{name} {share:.2%}" for name, share in result["idlecpu_share_of_a_core"].items())
     return "\n".join([*lines, f"CPU of an idle engine, share of a core: {idle}"])
 
 

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from bench.memory import memory_bytes
+from bench.process import memory_bytes
 from cluster.config import from_tree
 from cluster.serve import Deployment
 from engine.runners.arithmetic_model import expected_tokens

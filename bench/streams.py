@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from prometheus_client.registry import CollectorRegistry
 
-from bench.memory import memory_bytes
+from bench.process import memory_bytes
 from protocol.messages import (
     AbortRequest,
     Address,

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import cast, get_args
 
 from decode_pool.pulls import PullEnd, Pulls
-from engine.grammars import GrammarWaits
 from engine.parts import EngineParts
 from engine.runner import Batch, StepOutput
 from engine.scheduler.outcome import Events
@@ -109,7 +108,7 @@ class DecodeService:
         self.address = engine.address
         self.outbox: list[tuple[Address, Message]] = []
         self._scheduler = engine.scheduler
-        self._grammars = GrammarWaits(engine.grammars)
+        self._grammars = engine.grammars
         self._config = config
         self._hello = engine.hello
         self._block_bytes = cache.block_bytes
@@ -340,9 +339,11 @@ class DecodeService:
             return
         if message.deadline_s is not None:
             self.timers.set(("deadline", message.key), self._clock() + message.deadline_s)
+        if message.sampling.grammar is None:
+            self._join(entry)
+            return
         try:
-            if self._grammars.begin(message.key, message.sampling.grammar):
-                self._join(entry)
+            self._grammars.begin(message.key, message.sampling.grammar)
         except InvalidRequest as error:
             self._leave(entry, DecodeEvent.CANNOT_SERVE, "invalid", str(error))
 

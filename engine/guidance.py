@@ -5,11 +5,14 @@ A row's mask follows from its grammar and the tokens of its answer, which are in
 (`Guide.matcher`) is only remembered, and made again from the tokens wherever it is missing: after a handoff, a
 preemption, a retry. Drafts are followed too, and those that were rejected taken back.
 
-The loop's thread holds and releases grammars. A thread of their own compiles them, which also reads the model's
-tokenizer when the first one comes. The step thread computes masks.
+Every attempt has a grammar of its own, compiled for it alone: copies would share the states of one lexer, so that an
+answer which exceeds the limit of these would end all others too. The loop's thread begins and forgets grammars. A
+thread of their own compiles them, in turns where several attempts want the same; it also reads the model's tokenizer
+when the first one comes. The step thread computes masks.
 """
 
 import queue
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -23,14 +26,12 @@ from engine.sampling_metadata import Contexts, Masks, SamplingMetadata
 from protocol.arrays import Int32
 from protocol.errors import TwopassError
 from protocol.grammar import Grammar
+from protocol.messages import RequestKey
 
 if TYPE_CHECKING:
     import llguidance
 
     from protocol.llguidance_grammars import Matcher
-
-NUM_KEPT = 64
-"""Compiled grammars that are kept although no request holds them."""
 
 
 class Guidance:
@@ -45,10 +46,11 @@ class Guidance:
         self._model_dir, self._vocab_size, self._eos_token_ids = model_dir, vocab_size, eos_token_ids
         self._wake = wake
         self._thread = ThreadPoolExecutor(1, "grammars")
-        self._num_held: dict[Grammar, int] = {}
-        self._under_way: set[Grammar] = set()
-        self._compiled: dict[Grammar, llguidance.LLMatcher | TwopassError] = {}
-        """Those used last are last."""
+        self._asked: dict[Grammar, deque[RequestKey]] = {}
+        """Attempts that wait for the grammar. One compilation at a time is under way for each of these grammars."""
+        self._live: set[RequestKey] = set()
+        self._compiled: dict[RequestKey, llguidance.LLMatcher] = {}
+        """Only the loop's thread changes it."""
         self._ended: queue.SimpleQueue[tuple[Grammar, llguidance.LLMatcher | TwopassError]] = queue.SimpleQueue()
 
     def close(self) -> None:
@@ -56,40 +58,32 @@ class Guidance:
 
     # ---- the loop's side: see engine/grammars.py
 
-    def hold(self, grammar: Grammar) -> bool:
-        self._num_held[grammar] = self._num_held.get(grammar, 0) + 1
-        if grammar in self._compiled:
-            self._compiled[grammar] = self._compiled.pop(grammar)
-            return True
-        if grammar not in self._under_way:
-            self._under_way.add(grammar)
+    def begin(self, key: RequestKey, grammar: Grammar) -> None:
+        self._live.add(key)
+        if grammar not in self._asked:
+            self._asked[grammar] = deque()
             self._thread.submit(self._compile, grammar)
-        return False
+        self._asked[grammar].append(key)
 
-    def release(self, grammar: Grammar) -> None:
-        self._num_held[grammar] -= 1
-        if not self._num_held[grammar]:
-            del self._num_held[grammar]
-            self._trim()
-
-    def fault(self, grammar: Grammar) -> str:
-        result = self._compiled[grammar]
-        return str(result) if isinstance(result, TwopassError) else ""
-
-    def compiled(self) -> list[Grammar]:
-        ended = []
+    def ended(self) -> list[tuple[RequestKey, str]]:
+        told: list[tuple[RequestKey, str]] = []
         while not self._ended.empty():
             grammar, result = self._ended.get()
-            self._under_way.remove(grammar)
-            self._compiled[grammar] = result
-            ended.append(grammar)
-        self._trim()
-        return ended
+            waiting = deque(key for key in self._asked.pop(grammar) if key in self._live)
+            if isinstance(result, TwopassError):
+                told += [(key, str(result)) for key in waiting]
+            elif waiting:
+                key = waiting.popleft()
+                self._compiled[key] = result
+                told.append((key, ""))
+                if waiting:
+                    self._asked[grammar] = waiting
+                    self._thread.submit(self._compile, grammar)
+        return told
 
-    def _trim(self) -> None:
-        idle = [grammar for grammar in self._compiled if grammar not in self._num_held]
-        for grammar in idle[: max(0, len(idle) - NUM_KEPT)]:
-            del self._compiled[grammar]
+    def forget(self, key: RequestKey) -> None:
+        self._live.discard(key)
+        self._compiled.pop(key, None)
 
     # ---- the thread that compiles
 
@@ -151,8 +145,8 @@ class Guidance:
         from protocol.llguidance_grammars import GrammarError, Matcher
 
         if guide.matcher is None:
-            compiled = self._compiled.get(guide.grammar)
-            if compiled is None or isinstance(compiled, TwopassError):  # the request has ended meanwhile
+            compiled = self._compiled.get(guide.key)
+            if compiled is None:  # the attempt has ended meanwhile
                 raise GrammarError("not compiled")
             guide.matcher = Matcher(compiled)
         matcher = cast("Matcher", guide.matcher)

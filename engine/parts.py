@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.config import EngineConfig
-from engine.grammars import Grammars
+from engine.grammars import Grammars, NoGrammars
 from engine.loop import EngineLoop, Service
 from engine.runner import Runner
 from engine.scheduler.scheduler import Proposer, Scheduler
@@ -27,8 +27,7 @@ class EngineParts:
     hello: Hello
     link: LinkConfig
     clock: Clock
-    grammars: Grammars | None = None
-    """None where no answer can be written under a grammar."""
+    grammars: Grammars
 
     def loop(
         self,
@@ -70,7 +69,8 @@ def assemble(
     grammars: Grammars | None = None,
 ) -> EngineParts:
     """`num_blocks`, block 0 included, and `num_host_blocks`: what the engine really has, whatever the configuration
-    leaves open. `fingerprint`: of the KV layout. `endpoint`: of a prefill engine's cache.
+    leaves open. `fingerprint`: of the KV layout. `endpoint`: of a prefill engine's cache. `grammars`: None where no
+    answer can be written under one.
     """
     scheduler = Scheduler(
         config,
@@ -91,4 +91,6 @@ def assemble(
         max_prompt_tokens=config.max_prompt_tokens(num_blocks),
         endpoint=endpoint,
     )
-    return EngineParts(address=address, scheduler=scheduler, hello=hello, link=link, clock=clock, grammars=grammars)
+    return EngineParts(
+        address=address, scheduler=scheduler, hello=hello, link=link, clock=clock, grammars=grammars or NoGrammars()
+    )

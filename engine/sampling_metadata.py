@@ -6,7 +6,7 @@ import numpy as np
 
 from engine.grammars import Guide
 from protocol.arrays import Bool, Float32, Int32, Int64, UInt64
-from protocol.messages import SamplingParams
+from protocol.messages import RequestKey, SamplingParams
 
 GREEDY_BELOW = 1e-5
 """Temperatures below it choose the likeliest token: dividing by them would overflow."""
@@ -44,8 +44,18 @@ class SamplingMetadata:
         self.guides: dict[int, Guide] = {}
         """By row whose sequence runs under a grammar."""
 
-    def put(self, row: int, params: SamplingParams, *, base: int, eos_token_ids: tuple[int, ...]) -> None:
-        """A sequence takes `row`, with `base` as its entry in `answer_bases`."""
+    def put(
+        self,
+        row: int,
+        params: SamplingParams,
+        *,
+        base: int,
+        eos_token_ids: tuple[int, ...],
+        key: RequestKey | None = None,
+    ) -> None:
+        """A sequence takes `row`, with `base` as its entry in `answer_bases`. `key`: of its request; it matters only
+        under a grammar.
+        """
         self.temperatures[row] = params.temperature
         self.seeds[row] = (params.seed or 0) % 2**64
         self.answer_bases[row] = base
@@ -69,7 +79,8 @@ class SamplingMetadata:
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
         self.ending[row] = np.array([*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)], np.int32)
         if params.grammar is not None:
-            self.guides[row] = Guide(params.grammar)
+            assert key is not None
+            self.guides[row] = Guide(key)
         token_ids = [token_id for token_id, _ in params.logit_bias]
         self.biases[row] = np.array(token_ids, np.int32), np.array([bias for _, bias in params.logit_bias], np.float32)
 

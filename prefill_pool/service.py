@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, cast, get_args
 
-from engine.grammars import GrammarWaits
 from engine.parts import EngineParts
 from engine.runner import Batch, StepOutput
 from engine.scheduler.scheduler import PromptDone
@@ -99,7 +98,7 @@ class PrefillService:
         self.address = engine.address
         self.outbox: list[tuple[Address, Message]] = []
         self._scheduler = engine.scheduler
-        self._grammars = GrammarWaits(engine.grammars)
+        self._grammars = engine.grammars
         self._leases = leases
         self._checksum = checksum_of(cache.tensor) if config.checksum else None
         self._config = config
@@ -249,9 +248,11 @@ class PrefillService:
             return
         if message.deadline_s is not None:
             self.timers.set(("deadline", message.key), self._clock() + message.deadline_s)
+        if message.sampling.grammar is None:
+            self._join(entry)
+            return
         try:
-            if self._grammars.begin(message.key, message.sampling.grammar):
-                self._join(entry)
+            self._grammars.begin(message.key, message.sampling.grammar)
         except InvalidRequest as error:
             self._end(entry, PrefillEvent.CANNOT_SERVE, "invalid", str(error))
 

@@ -141,7 +141,7 @@ class SequenceTable:
             blocks,
             sequence.chain,
         )
-        self.sampling.put(row, request.sampling, base=base, eos_token_ids=self._eos_token_ids)
+        self.sampling.put(row, request.sampling, base=base, eos_token_ids=self._eos_token_ids, key=request.key)
         self.request_numbers[position] = request.request_number
         self.running.append(sequence)
         self.num_own_stops += bool(sequence.stop_token_ids)

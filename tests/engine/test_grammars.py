@@ -2,41 +2,34 @@
 
 import pytest
 
-from engine.grammars import Grammars
 from engine.runner import Batch
 from protocol.grammar import Grammar
-from protocol.messages import EngineRequest, SamplingParams
+from protocol.messages import EngineRequest, RequestKey, SamplingParams
 from tests.pool_world import ROUTER, D, DecodeWorld, P, PrefillWorld, World, key
 
 GRAMMAR = Grammar("regex", "a+")
 GUIDED = SamplingParams(grammar=GRAMMAR)
 
 
-class SlowGrammars(Grammars):
+class SlowGrammars:
     """A grammar is compiled when the test says so."""
 
     def __init__(self) -> None:
-        self.held: list[Grammar] = []
-        self.faults: dict[Grammar, str] = {}
-        self._ended: list[Grammar] = []
+        self.asked: dict[RequestKey, Grammar] = {}
+        self._ended: list[tuple[RequestKey, str]] = []
 
-    def hold(self, grammar: Grammar) -> bool:
-        self.held.append(grammar)
-        return grammar in self.faults
+    def begin(self, key: RequestKey, grammar: Grammar) -> None:
+        self.asked[key] = grammar
 
-    def release(self, grammar: Grammar) -> None:
-        self.held.remove(grammar)
-
-    def fault(self, grammar: Grammar) -> str:
-        return self.faults[grammar]
-
-    def compiled(self) -> list[Grammar]:
+    def ended(self) -> list[tuple[RequestKey, str]]:
         ended, self._ended = self._ended, []
         return ended
 
+    def forget(self, key: RequestKey) -> None:
+        self.asked.pop(key, None)
+
     def end(self, fault: str = "") -> None:
-        self.faults[GRAMMAR] = fault
-        self._ended.append(GRAMMAR)
+        self._ended += [(key, fault) for key in self.asked]
 
 
 class Case:
@@ -81,7 +74,7 @@ def test_a_request_joins_the_queue_when_its_grammar_is_compiled(case: Case) -> N
     case.grammars.end()
     case.world.service.tick()
     assert case.step() == ["guided"]
-    assert case.grammars.held == [GRAMMAR]
+    assert case.grammars.asked == {key("guided"): GRAMMAR}
 
 
 def test_others_do_not_wait_for_it(case: Case) -> None:
@@ -90,24 +83,13 @@ def test_others_do_not_wait_for_it(case: Case) -> None:
     assert case.step() == ["free"]
 
 
-def test_a_compiled_grammar_is_not_waited_for(case: Case) -> None:
-    case.grammars.end()
-    case.world.service.tick()
+def test_a_fault_ends_the_request_for_good(case: Case) -> None:
     case.ask("guided")
-    assert case.step() == ["guided"]
-
-
-@pytest.mark.parametrize("known", [False, True])
-def test_a_fault_ends_the_request_for_good(case: Case, known: bool) -> None:
-    if known:
-        case.grammars.end("unclosed group")
-    case.ask("guided")
-    if not known:
-        case.grammars.end("unclosed group")
+    case.grammars.end("unclosed group")
     case.world.service.tick()
     (end,) = case.world.ends()
-    assert end.kind == "invalid" and "unclosed group" in end.error
-    assert case.grammars.held == [] and not case.world.service.keys()
+    assert (end.kind, end.error) == ("invalid", "unclosed group")
+    assert case.grammars.asked == {} and not case.world.service.keys()
     case.world.service.check_idle()
 
 
@@ -115,9 +97,7 @@ def test_whoever_leaves_while_it_waits_releases_its_grammar(case: Case) -> None:
     case.ask("guided")
     case.world.drain(1.0)
     assert [end.kind for end in case.world.ends()] == ["returned"]
-    assert case.grammars.held == []
-    case.grammars.end()
-    case.world.service.tick()
+    assert case.grammars.asked == {}
     case.world.service.check_idle()
 
 
@@ -129,10 +109,10 @@ def test_an_engine_without_grammars_says_so() -> None:
 
 
 def test_who_cannot_go_on_ends_alone(case: Case) -> None:
-    case.grammars.end()
-    case.world.service.tick()
     for name in ("bad", "good"):
         case.ask(name)
+    case.grammars.end()
+    case.world.service.tick()
     batch = case.schedule()
     assert batch is not None and set(batch.request_ids) == {"bad", "good"}
     output = case.world.runner.execute(batch)
@@ -141,4 +121,4 @@ def test_who_cannot_go_on_ends_alone(case: Case) -> None:
     errors = [(end.kind, end.error) for end in case.world.ends() if end.error]
     assert errors == [("invalid", "a limit is exceeded")]
     assert case.world.service.keys() == {key("good")}
-    assert case.grammars.held == [GRAMMAR]
+    assert case.grammars.asked.keys() == {key("good")}

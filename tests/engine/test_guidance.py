@@ -12,7 +12,6 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from engine import guidance as guidance_module
 from engine.guidance import Guidance
 from engine.models.loading import build_model
 from engine.runners.drafts import accept
@@ -48,6 +47,9 @@ SCHEMA = Grammar(
     ),
 )
 DIGITS = Grammar("regex", "[0-9]{3}")
+ENDLESS = Grammar("regex", "(a{1,300}){1,300}")
+"""Compiles, and exceeds a limit soon."""
+KEY = RequestKey(8, "mine", 1)
 
 
 class Served:
@@ -60,28 +62,38 @@ class Served:
         config = replace(TINY, vocab_size=VOCAB_SIZE)
         self.model = build_model(config, "float32", random_tensors(config).__getitem__)
 
-    def compile(self, *grammars: Grammar) -> None:
-        for grammar in grammars:
-            if not self.guidance.hold(grammar):
-                assert self.woken.acquire(timeout=HANG_S)
-                assert self.guidance.compiled() == [grammar]
-            assert self.guidance.fault(grammar) == ""
+    def compile(self, key: RequestKey, grammar: Grammar) -> None:
+        self.guidance.begin(key, grammar)
+        assert self.woken.acquire(timeout=HANG_S)
+        assert self.guidance.ended() == [(key, "")]
 
-    def engine(self, **how: Any) -> Engine:
+    def engine(self, **how: Any) -> "GuidedEngine":
         config = self.model.config
         elements = NUM_BLOCKS * config.num_layers * 2 * config.num_kv_heads * BLOCK_SIZE * config.head_dim
         cache = torch.zeros(elements).view(torch.uint8)
         runner = TorchCPURunner(self.model, cache, block_size=BLOCK_SIZE, num_threads=1, masker=self.guidance)
-        return Engine(runner, eos=(EOS,), **how)
+        return GuidedEngine(self, runner, eos=(EOS,), **how)
 
     def text(self, token_ids: list[int]) -> str:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
+class GuidedEngine(Engine):
+    def __init__(self, served: Served, *args: Any, **how: Any) -> None:
+        super().__init__(*args, **how)
+        self._served = served
+
+    def add(self, name: str, sampling: SamplingParams, **fields: Any) -> RequestKey:
+        key = super().add(name, sampling, **fields)
+        if sampling.grammar is not None:
+            self._served.guidance.forget(key)  # an earlier engine's
+            self._served.compile(key, sampling.grammar)
+        return key
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     served = Served(tmp_path_factory.mktemp("model"))
-    served.compile(SCHEMA, DIGITS)
     yield served
     served.guidance.close()
 
@@ -157,7 +169,10 @@ def test_the_mask_comes_before_all_else(served: Served) -> None:
         table = SamplingMetadata(3)
         for row, temperature in enumerate((0.0, 0.0, 1.0)):
             params = SamplingParams(temperature=temperature, seed=row, logprobs=20, grammar=grammar if row else None)
-            table.put(row, params, base=-8, eos_token_ids=(EOS,))
+            key = RequestKey(8, f"row {row}", 1)
+            table.put(row, params, base=-8, eos_token_ids=(EOS,), key=key)
+            if params.grammar is not None:
+                served.compile(key, params.grammar)
         tables.append(table)
     contexts = Contexts(np.arange(3, dtype=np.int32), np.full(3, 8, np.int32), token_ids, np.zeros(3, np.int32))
     masks = served.guidance.masks(tables[0], contexts)
@@ -192,31 +207,33 @@ def test_a_matcher_lives_as_long_as_its_seat(served: Served) -> None:
     assert not batch.sampling.guides
 
 
-def test_who_cannot_go_on_is_named_and_harms_nobody(served: Served) -> None:
-    """A grammar that was never compiled stands for a limit that is exceeded in the middle of an answer."""
+def test_who_exceeds_a_limit_is_named_and_harms_nobody(served: Served) -> None:
     engine = served.engine()
-    engine.add("bad", SamplingParams(grammar=Grammar("regex", "never compiled")), max_tokens=5)
+    bad = engine.add("bad", SamplingParams(grammar=ENDLESS, min_tokens=100), max_tokens=110)
+    engine.add("same grammar", SamplingParams(grammar=ENDLESS), max_tokens=2)
     engine.add("good", PARAMS[0], max_tokens=100)
-    batch = engine.scheduler.schedule()
-    assert batch is not None
-    output = engine.runner.execute(batch)
-    ((key, error),) = engine.scheduler.failures(output)
-    assert key == RequestKey(1, "bad", 1) and error == "not compiled"
-    engine.scheduler.abort(key)
-    committed = engine.scheduler.commit(output)
-    assert committed.request_numbers.tolist() == [1]
-    first = committed.token_ids.tolist()
+    failures: list[tuple[RequestKey, str]] = []
+    while not failures:
+        batch = engine.scheduler.schedule()
+        assert batch is not None
+        output = engine.runner.execute(batch)
+        if failures := engine.scheduler.failures(output):
+            engine.scheduler.abort(bad)
+        engine.take(engine.scheduler.commit(output))
+    ((key, error),) = failures
+    assert key == bad and "lexer error" in error
     engine.run()
-    assert engine.answers["bad"] == {}
-    assert json.loads(served.text(first + engine.answer("good")))
     engine.scheduler.check_idle()
+    assert set(served.text(engine.answer("bad"))) == {"a"}
+    assert served.text(engine.answer("same grammar")) and json.loads(served.text(engine.answer("good")))
 
 
 def test_drafts_that_the_grammar_forbids_do_not_stand(served: Served) -> None:
     """Row 0 has the drafts "1" and "x" after "2": the first is followed, nothing is asked behind the second."""
     one, two, letter = (served.tokenizer.encode(text).ids[0] for text in ("1", "2", "x"))
     table = SamplingMetadata(1)
-    table.put(0, SamplingParams(grammar=DIGITS), base=-1, eos_token_ids=(EOS,))
+    table.put(0, SamplingParams(grammar=DIGITS), base=-1, eos_token_ids=(EOS,), key=KEY)
+    served.compile(KEY, DIGITS)
     batch = make_batch([[7, two, one, letter]], [1], [3], [[1]])
     batch.sampling, batch.num_drafts = table, np.array([2], np.int32)
     plan = plan_step(batch, BLOCK_SIZE)
@@ -232,23 +249,39 @@ def test_drafts_that_the_grammar_forbids_do_not_stand(served: Served) -> None:
     assert again is not None and (again.allowed[0] == masks.allowed[0]).all()
 
 
-def test_what_is_not_held_is_forgotten_at_last(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guidance_module, "NUM_KEPT", 2)
-    grammars = [Grammar("choice", json.dumps([f"c{i}"])) for i in range(5)]
-    served.compile(*grammars)
-    for grammar in grammars[1:]:
-        served.guidance.release(grammar)
-    assert [grammar in served.guidance._compiled for grammar in grammars] == [True, False, False, True, True]
-    served.guidance.release(grammars[0])
-    assert SCHEMA in served.guidance._compiled  # held
+def test_attempts_under_one_grammar_take_turns_and_share_nothing(served: Served) -> None:
+    keys, other = [RequestKey(9, f"r{i}", 1) for i in range(4)], RequestKey(9, "other", 1)
+    for key in keys:
+        served.guidance.begin(key, ENDLESS)
+    served.guidance.begin(other, DIGITS)
+    served.guidance.forget(keys[1])
+    told: list[RequestKey] = []
+    while len(told) < 4:
+        assert served.woken.acquire(timeout=HANG_S)
+        for key, error in served.guidance.ended():
+            assert error == ""
+            told.append(key)
+    assert told == [keys[0], other, keys[2], keys[3]]
+    bad, good = (Matcher(served.guidance._compiled[key]) for key in keys[::2])
+    answer = np.zeros(0, np.int32)
+    a = served.tokenizer.encode("a").ids[0]
+    with pytest.raises(TwopassError, match="lexer error"):  # noqa: PT012
+        while bad.follow(answer):
+            bad.allowed()
+            answer = np.append(answer, np.int32(a))
+    assert good.follow(answer[:1]) and good.allowed().any()
+    for key in (*keys, other):
+        served.guidance.forget(key)
+    assert not served.guidance._asked and not {*keys, other} & served.guidance._compiled.keys()
 
 
 def test_a_grammar_that_does_not_compile_says_why(served: Served) -> None:
-    bad = Grammar("regex", "(a")
-    assert not served.guidance.hold(bad) and served.woken.acquire(timeout=HANG_S)
-    assert served.guidance.compiled() == [bad]
-    assert "unclosed group" in served.guidance.fault(bad)
-    served.guidance.release(bad)
+    keys = [RequestKey(9, f"r{i}", 1) for i in range(2)]
+    for key in keys:
+        served.guidance.begin(key, Grammar("regex", "(a"))
+    assert served.woken.acquire(timeout=HANG_S)
+    told = served.guidance.ended()
+    assert [key for key, _ in told] == keys and all("unclosed group" in error for _, error in told)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from engine.runners.arithmetic import ArithmeticRunner
 from engine.runners.arithmetic_model import expected_logprobs, expected_tokens
 from engine.runners.cpu_ops import TorchOps
 from engine.runners.torch_cpu import TorchCPURunner
-from engine.scheduler.outcome import PromptDone
+from engine.scheduler.outcome import Committed, PromptDone
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import Request
 from protocol.messages import Logprobs, RequestKey, SamplingParams
@@ -83,20 +83,22 @@ class Engine:
                 outputs.append(self.runner.execute(batch))
             if not outputs:
                 return
-            committed = self.scheduler.commit(outputs.pop(0))
-            start = 0
-            for request_number, offset, count in zip(
-                committed.request_numbers.tolist(), committed.offsets.tolist(), committed.counts.tolist(), strict=True
-            ):
-                tokens = committed.token_ids[start : start + count].tolist()
-                self.answers[self._names[request_number]].update(
-                    {offset + ahead: token for ahead, token in enumerate(tokens)}
-                )
-                start += count
-            for entry in committed.logprobs:
-                self.logprobs[self._names[entry.request_number]].append(entry)
-            self.prompts += committed.prompts
-            self.reasons |= {ended.key.request_id: ended.finish_reason for ended in committed.finished}
+            self.take(self.scheduler.commit(outputs.pop(0)))
+
+    def take(self, committed: Committed) -> None:
+        start = 0
+        for request_number, offset, count in zip(
+            committed.request_numbers.tolist(), committed.offsets.tolist(), committed.counts.tolist(), strict=True
+        ):
+            tokens = committed.token_ids[start : start + count].tolist()
+            self.answers[self._names[request_number]].update(
+                {offset + ahead: token for ahead, token in enumerate(tokens)}
+            )
+            start += count
+        for entry in committed.logprobs:
+            self.logprobs[self._names[entry.request_number]].append(entry)
+        self.prompts += committed.prompts
+        self.reasons |= {ended.key.request_id: ended.finish_reason for ended in committed.finished}
 
     def answer(self, name: str) -> list[int]:
         tokens = self.answers[name]

@@ -4,6 +4,7 @@ process, so it works however busy or dead the doors are, and nothing of it goes 
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -38,7 +39,11 @@ class GrpcAdmin:
         self._host, self._port = config.admin_host, config.admin_port
         self._server = grpc.aio.server(
             interceptors=[Guard(admins)] if admins is not None else [],
-            options=[("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.so_reuseport", 0)],
+            options=[
+                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.so_reuseport", 0),
+                ("grpc.server_handshake_timeout_ms", math.ceil(1000 * config.read_timeout_s)),
+            ],
         )
         handlers = {
             "ListReplicas": _handler(pb.ListReplicasRequest, self._list),

@@ -159,7 +159,7 @@ def test_a_handshake_that_does_not_come_to_its_end_is_cut_off(tmp_path: Path) ->
         assert await asked(s, ca=authority.file) == "<7> "
         assert await scraped(s, "metrics_port", trusting(authority)) == 200
 
-    scenario(test, **files(authority.sign("server")), read_timeout_s=0.2)
+    scenario(test, **files(authority.sign("server")), admin_port=0, read_timeout_s=0.2)
 
 
 def test_a_new_certificate_needs_no_restart_and_a_broken_one_changes_nothing(tmp_path: Path) -> None:

@@ -77,19 +77,22 @@ def test_it_talks_to_every_kind_of_server(packages: Path, tmp_path: Path) -> Non
     server, client = authority.sign("server"), authority.sign("client")
     tokens.write_text(f"- name: alice\n  sha256: {hashed(token)}\n")
     token_file.write_text(f"{token}\n")
+    admins = shutil.copy(tokens, tmp_path / "admins.yaml")
     tls = {"tls_cert_file": server[0], "tls_key_file": server[1]}
     servers: dict[str, dict[str, Any]] = {
         "plain": {},
         "tls": tls,
         "mtls": {**tls, "tls_client_ca_file": authority.file},
-        "token": {**tls, "tokens_file": str(tokens)},
+        "token": {**tls, "tokens_file": str(tokens), "admin_port": 0, "admin_tokens_file": str(admins)},
     }
 
     async def main() -> None:
         async with AsyncExitStack() as serving:
             at: dict[str, str] = {}
+            ports: dict[str, int] = {}
             for name, knobs in servers.items():
                 served = await serving.enter_async_context(http_serving(ScriptedCore(echo), **knobs))
+                ports |= served.ports
                 at[name] = f"{'grpcs' if knobs else 'grpc'}://127.0.0.1:{served.ports['grpc_port']}"
             trust = {"ca": authority.file}
             cases: list[tuple[str, dict[str, Any]]] = [
@@ -104,6 +107,9 @@ def test_it_talks_to_every_kind_of_server(packages: Path, tmp_path: Path) -> Non
             assert await run(packages, COMMAND, *asked, "--token-file", str(token_file)) == (0, "<7> \n")
             code, output = await run(packages, COMMAND, *asked)
             assert code == 2 and "AccessDenied: authorization: a bearer token is needed" in output
+            listed = ("admin", "list", "--address", f"grpcs://127.0.0.1:{ports['admin_port']}", "--ca", authority.file)
+            code, output = await run(packages, COMMAND, *listed, "--token-file", str(token_file))
+            assert (code, output.startswith("twopass ")) == (0, True), output
 
     asyncio.run(asyncio.wait_for(main(), HANG_S))
 

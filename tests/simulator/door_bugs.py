@@ -59,16 +59,6 @@ def requests_of_a_held_door_begin(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(AdmissionQueue, "unpark", lambda self, request_number: None)
 
 
-def held_door_is_never_released(patch: pytest.MonkeyPatch) -> None:
-    original = Doors._hold_or_release
-
-    def hold(self: Doors, door: _Door) -> None:
-        if not door.held:
-            original(self, door)
-
-    patch.setattr(Doors, "_hold_or_release", hold)
-
-
 def end_overtakes_the_last_tokens(patch: pytest.MonkeyPatch) -> None:
     original = _Door.next_batch
 

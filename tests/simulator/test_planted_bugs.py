@@ -58,7 +58,6 @@ Patch = Callable[[pytest.MonkeyPatch], None]
         (door_bugs.batches_without_bound, "I16"),
         (door_bugs.full_door_is_not_held, "I16"),
         (door_bugs.requests_of_a_held_door_begin, "I16"),
-        (door_bugs.held_door_is_never_released, "not quiet"),
         (door_bugs.end_of_the_core_told_to_nobody, "not quiet"),
     ],
     ids=lambda value: getattr(value, "__name__", value),

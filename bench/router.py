@@ -53,8 +53,8 @@ from twopass.proto import twopass_pb2 as pb
 
 STEP_S = {64: 0.02, 512: 0.1}
 """The time between two steps, by the number of answers: so much that the slowest way has an idle moment in each."""
-NUM_STEPS = {64: 150, 512: 30}
-NUM_ROUNDS = 3
+NUM_STEPS = {64: 100, 512: 20}
+NUM_ROUNDS = 2
 VOCAB_SIZE = 32_000
 CORE, ENGINE, FAR_DOOR = Address("router", 1), Address("decode-0", 2), Address("door-0", 3)
 HELLO = Hello(
@@ -243,7 +243,7 @@ async def measure_doors(num_doors: int, num_answers: int) -> float:
             reserved.port, "generate_many", num_answers, played.num_open, played.hand_in, connections=8, used=used
         )
         for door in doors:
-            await door.communicate()
+            await door.communicate(b"")
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         await socket.stop()
@@ -328,7 +328,10 @@ async def measure(num_answers: int) -> dict[str, Any]:
     }
 
 
-def show(result: dict[str, Any]) -> None:
+def show(result: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(result), flush=True)
+        return
     print(f"{result['answers']} answers, {result['cpu']}; from the engine's message to the client, per token")
     for way, figures in result["ways"].items():
         p50_ms, p99_ms, cpu_us = figures.values()
@@ -352,7 +355,7 @@ def main() -> None:
         return
     for num_answers in STEP_S:
         result = asyncio.run(measure(num_answers))
-        print(json.dumps(result)) if arguments.json else show(result)
+        show(result, as_json=arguments.json)
     per_door = {num: asyncio.run(measure_doors(num, 512)) for num in (1, 2)}
     if arguments.json:
         print(json.dumps({"answers": 512, "tokens_per_cpu_second_of_a_door": per_door}))

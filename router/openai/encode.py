@@ -86,7 +86,7 @@ class ChatWriter(_Writer):
         logprobs = json.dumps(self._content(piece)) if piece.logprobs else "null"
         return (
             f'{self._event_head}{choice}, "delta": {{{content}}}, "logprobs": {logprobs}, '
-            f'"finish_reason": {json.dumps(piece.finish_reason)}{self._event_tail}'
+            f'"finish_reason": {_quoted(piece.finish_reason)}{self._event_tail}'
         ).encode()
 
     def whole(self, choices: Sequence[Sequence[Piece]], usage: Usage) -> bytes:
@@ -157,7 +157,7 @@ class CompletionWriter(_Writer):
     def _text_event(self, choice: int, text: str, logprobs: str, finish_reason: str | None) -> bytes:
         return (
             f'{self._event_head}{choice}, "text": {encode_basestring(text)}, "logprobs": {logprobs}, '
-            f'"finish_reason": {json.dumps(finish_reason)}{self._event_tail}'
+            f'"finish_reason": {_quoted(finish_reason)}{self._event_tail}'
         ).encode()
 
     def _columns(self, choice: int, pieces: Sequence[Piece]) -> dict[str, list[Any]]:
@@ -178,6 +178,11 @@ class CompletionWriter(_Writer):
             "top_logprobs": top,
             "text_offset": offsets,
         }
+
+
+def _quoted(reason: str | None) -> str:
+    """As JSON; most events have none."""
+    return "null" if reason is None else json.dumps(reason)
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

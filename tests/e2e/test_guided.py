@@ -100,6 +100,19 @@ def test_answers_have_the_form_that_was_asked_for(answers: dict[tuple[int, str],
     assert any(len(answer.token_ids) == 30 for (form, _), answer in answers.items() if form == 0)
 
 
+def test_a_stream_each_gives_the_same(split: DoorsDeployment, answers: dict[tuple[int, str], Completion]) -> None:
+    """Those before went over one GenerateMany, as they were open beside each other."""
+    for form, prompt in list(answers)[::3]:
+        with Client(split.grpc_address, timeout_s=HANG_S) as client:
+            alone, expected = (
+                client.generate(prompt, **asked(form, prompt), **FORMS[form][0]).read(),
+                answers[form, prompt],
+            )
+        assert (alone.token_ids, alone.text) == (expected.token_ids, expected.text)
+        assert alone.finish_reason == expected.finish_reason
+        assert alone.usage.completion_tokens == expected.usage.completion_tokens
+
+
 def test_http_gives_the_same(split: DoorsDeployment, answers: dict[tuple[int, str], Completion]) -> None:
     bodies = [
         {"prompt": prompt, **asked(form, prompt), **(FORMS[form][1] or FORMS[form][0])} for form, prompt in answers

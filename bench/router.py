@@ -137,7 +137,7 @@ async def measure_router(way: str, num_answers: int) -> Figures:
 
 async def measure_bare_grpc(num_answers: int) -> Figures:
     """Measures grpc.aio alone: it writes the same messages, and each stream waits for its turn."""
-    turns: list[asyncio.Event] = []
+    turns: list[asyncio.Semaphore] = []
 
     async def generate(request: bytes, context: Any) -> None:
         async for step in _turns(turns, num_answers):
@@ -159,7 +159,7 @@ async def measure_bare_grpc(num_answers: int) -> Figures:
 
 async def measure_bare_asgi(num_answers: int) -> Figures:
     """Measures uvicorn with an application that writes events as long as those of the door."""
-    turns: list[asyncio.Event] = []
+    turns: list[asyncio.Semaphore] = []
     frame = {"id": "cmpl-" + "0" * 32, "object": "text_completion", "created": 1_700_000_000, "model": "played"}
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -180,17 +180,17 @@ async def measure_bare_asgi(num_answers: int) -> Figures:
     return figures
 
 
-async def _turns(turns: list[asyncio.Event], num_answers: int) -> AsyncIterator[int]:
-    turns.append(turn := asyncio.Event())
+async def _turns(turns: list[asyncio.Semaphore], num_answers: int) -> AsyncIterator[int]:
+    """Each step of a stream. Steps that come while it still writes an earlier one are counted and not lost."""
+    turns.append(turn := asyncio.Semaphore(0))
     for step in range(NUM_STEPS[num_answers]):
-        await turn.wait()
-        turn.clear()
+        await turn.acquire()
         yield step
 
 
-def _wake(turns: list[asyncio.Event]) -> None:
+def _wake(turns: list[asyncio.Semaphore]) -> None:
     for turn in turns:
-        turn.set()
+        turn.release()
 
 
 def core_us(num_answers: int) -> float:

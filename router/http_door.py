@@ -119,7 +119,8 @@ class HttpDoor:
     async def _answer(self, posted: Posted, form: _Form) -> None:
         asked, headers = form.asked, {"x-request-id": form.asked.request_id}
         if form.ignored:
-            headers[IGNORED_HEADER] = ", ".join(form.ignored)[:1024]
+            names = ", ".join(form.ignored)[:1024]
+            headers[IGNORED_HEADER] = names.encode("unicode_escape").decode()  # a header has no line breaks
         traceparent = posted.headers.get("traceparent", "")
         calls = [
             self._door.generate(partial(_same, call), deadline_s=None, traceparent=traceparent, account=posted.account)

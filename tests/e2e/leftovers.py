@@ -94,4 +94,4 @@ def none_left() -> Iterator[None]:
     until = time.monotonic() + OTHERS_S
     while (left := orphans() - lying) and time.monotonic() < until:
         time.sleep(0.02)
-    assert left == set()
+    assert left == set(), f"new orphans: {sorted(left)}"

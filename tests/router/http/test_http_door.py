@@ -88,6 +88,17 @@ def test_fields_that_nobody_knows_are_named_to_the_client() -> None:
     http_scenario(test, ScriptedCore(echo))
 
 
+@pytest.mark.parametrize(
+    ("name", "shown"), [("a\nb: c", "a\\nb: c"), ("\0", "\\x00"), ("ö \U0001f389", "\\xf6 \\U0001f389")]
+)
+def test_any_name_of_a_field_fits_into_a_header(name: str, shown: str) -> None:
+    async def test(s: Serving, client: httpx.AsyncClient) -> None:
+        answer = await client.post("/v1/completions", json={"prompt": "<1>", name: 1})
+        assert (answer.status_code, answer.headers[IGNORED_HEADER]) == (200, shown)
+
+    http_scenario(test, ScriptedCore(echo))
+
+
 def test_a_stream_as_bytes() -> None:
     async def test(s: Serving, client: httpx.AsyncClient) -> None:
         answer = await client.post("/v1/completions", json={"prompt": "<1>", "stream": True})

@@ -35,6 +35,10 @@ class CallFailed(grpc.RpcError):  # type: ignore[misc]  # grpcio ships no types
     def details(self) -> str:
         return self._details
 
+    def anew(self) -> "CallFailed":
+        """The same, to be raised: what is raised again and again gathers the frames of all who raised it."""
+        return CallFailed(self._code, self._details, self._metadata)
+
     def trailing_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
         return self._metadata
 

@@ -33,7 +33,7 @@ class SharedCall:
             self._last = news
         if self._last is ENDED:
             raise StopIteration
-        raise self._last
+        raise self._last.anew()
 
     def code(self) -> grpc.StatusCode:
         return self._ended().code()
@@ -60,17 +60,24 @@ class SharedCall:
 
 
 class SharedStream:
-    """One stream, whose messages a thread of its own hands out. It ends with its channel."""
+    """One stream, whose messages a thread of its own hands out. It ends with its channel, or when nobody holds it."""
 
     def __init__(self, stub: Any, metadata: Metadata) -> None:
         """Raises ValueError if the channel is closed."""
         requests = SimpleQueue[pb.ManyRequest | None]()
         self.calls = OpenCalls(requests.put)
-        responses = stub.GenerateMany(iter(requests.get, None), metadata=metadata)
-        Thread(target=_hand_out, args=(responses, self.calls, requests), name="twopass answers", daemon=True).start()
+        self._responses = stub.GenerateMany(iter(requests.get, None), metadata=metadata)
+        hand_out = Thread(
+            target=_hand_out, args=(self._responses, self.calls, requests), name="twopass answers", daemon=True
+        )
+        hand_out.start()
 
     def start(self, request: pb.GenerateRequest, timeout_s: float | None, traceparent: str | None) -> SharedCall:
         return SharedCall(self.calls, request, timeout_s, traceparent)
+
+    def __del__(self) -> None:
+        if (responses := getattr(self, "_responses", None)) is not None:  # None on a closed channel
+            responses.cancel()
 
 
 def _hand_out(responses: Any, calls: OpenCalls, requests: SimpleQueue[pb.ManyRequest | None]) -> None:

@@ -30,7 +30,7 @@ class AsyncSharedCall:
             self._last = news
         if self._last is ENDED:
             return grpc.aio.EOF
-        raise self._last
+        raise self._last.anew()
 
     def cancel(self) -> None:
         self._calls.cancel(self._call)

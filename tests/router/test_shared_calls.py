@@ -1,6 +1,7 @@
 """Calls of one client that are open beside each other share a stream of the gRPC door."""
 
 import asyncio
+import gc
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -199,3 +200,22 @@ def test_a_server_that_goes_ends_all_calls_and_the_next_is_tried(shared: list[st
                     await stream.read()
 
     scenario(test)
+
+
+def test_a_client_that_is_dropped_leaves_no_thread(shared: list[str]) -> None:
+    def answers() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name == "twopass answers"}
+
+    def ask(s: Serving) -> set[threading.Thread]:
+        client, before = Client(s.address, max_tries=1, timeout_s=HANG_S), answers()
+        streams = [client.generate(prompt_token_ids=[1]) for _ in range(3)]
+        assert [stream.read().token_ids for stream in streams] == [[1]] * 3
+        return answers() - before
+
+    async def test(s: Serving) -> None:
+        (thread,) = await asyncio.to_thread(ask, s)
+        gc.collect()
+        await asyncio.to_thread(thread.join, HANG_S)
+        assert not thread.is_alive()
+
+    scenario(test, ScriptedCore(echo))

@@ -1,9 +1,11 @@
 """The client's end of a GenerateMany stream, message by message."""
 
 import grpc
+import pytest
 
 from twopass.many import CANCELLED, CREDIT, ENDED, CallFailed, News, OpenCall, OpenCalls
 from twopass.proto import twopass_pb2 as pb
+from twopass.shared import SharedCall
 
 PROMPT = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1]))
 LAST = pb.GenerateResponse(finish_reason=pb.FINISH_REASON_STOP, usage=pb.Usage(completion_tokens=1))
@@ -64,6 +66,18 @@ def test_what_is_read_is_allowed_again_in_halves() -> None:
     calls.cancel(call)
     calls.took(call, CREDIT)
     assert [request.WhichOneof("kind") for request in sent] == ["credit", "cancel"]
+
+
+def test_an_end_that_many_calls_share_keeps_no_frames() -> None:
+    sent: list[pb.ManyRequest] = []
+    calls = OpenCalls(sent.append)
+    for _ in range(2):
+        call = SharedCall(calls, PROMPT, None, None)
+        call.cancel()
+        with pytest.raises(CallFailed) as cancelled:
+            next(call)
+        assert cancelled.value.code() is grpc.StatusCode.CANCELLED
+    assert CANCELLED.__traceback__ is None
 
 
 def test_a_stream_that_has_ended_fails_what_is_open_and_what_begins() -> None:
